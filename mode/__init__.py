@@ -1,0 +1,34 @@
+"""MoDE, Mixture-of-Depths-and-Experts, for DeepSpeed.
+
+The public names are imported on first use, so that `mode.accounting` and `mode.config` need no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mode.config import ConfigError, ModeConfig, load_config
+    from mode.model.transformer import ModeOutput, ModeTransformer
+
+__version__ = "0.1.0"
+__all__ = ["ConfigError", "ModeConfig", "ModeOutput", "ModeTransformer", "load_config"]
+
+_HOMES = {
+    "ConfigError": "mode.config",
+    "ModeConfig": "mode.config",
+    "load_config": "mode.config",
+    "ModeOutput": "mode.model.transformer",
+    "ModeTransformer": "mode.model.transformer",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'mode' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOMES])

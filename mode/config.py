@@ -1,0 +1,666 @@
+"""The configuration: one validated tree of frozen dataclasses, read from the DeepSpeed JSON.
+
+The `"mode"` section of the JSON describes the model, its routing, the data and the run; everything
+else in the file belongs to DeepSpeed. A section object that exists is valid: every check runs when it
+is built, whether from JSON or in Python, and a bad value is a `ConfigError` that names the JSON path,
+the value, what is legal and the nearest valid name.
+
+This file knows names and numbers only. It imports the standard library and nothing else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, Self, cast
+
+MAX_INTEGER = 2**53  # the largest range in which a JSON number is an exact integer everywhere
+
+
+class ConfigError(ValueError):
+    """A setting is wrong. `path` is where in the JSON, `problem` what is wrong and what is legal."""
+
+    def __init__(self, path: str, problem: str, file: str = "") -> None:
+        self.path, self.problem, self.file = path, problem, file
+        super().__init__(f"{file}: {path}: {problem}" if file else f"{path}: {problem}")
+
+    def under(self, parent: str) -> ConfigError:
+        """The same error seen from one level up."""
+        return ConfigError(f"{parent}.{self.path}" if self.path else parent, self.problem, self.file)
+
+    def in_file(self, file: str) -> ConfigError:
+        return ConfigError(self.path, self.problem, file)
+
+
+# ---------------------------------------------------------------------------------------------------
+# Rules: what one value may be
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Says what is legal and turns a JSON value into the stored one, or raises `ConfigError`."""
+
+    legal: str
+    accept: Callable[[Any], Any]  # returns the stored value; raises _Illegal
+    null: bool = False
+    section: type[Section] | None = None
+
+    def read(self, value: Any, path: str) -> Any:
+        if value is None and self.null:
+            return None
+        try:
+            return self.accept(value)
+        except _Illegal:
+            legal = f"{self.legal}, or null" if self.null else self.legal
+            raise ConfigError(path, f"is {show(value)}; it must be {legal}") from None
+        except ConfigError as error:
+            raise error.under(path) from None
+
+
+class _Illegal(Exception):
+    pass
+
+
+def show(value: Any) -> str:
+    """A value as a reader of the JSON file would recognise it, shortened."""
+    try:
+        text = json.dumps(value)
+    except (TypeError, ValueError, RecursionError):
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _field(rule: Rule, default: Any) -> Any:
+    if default is dataclasses.MISSING:
+        return dataclasses.field(metadata={"rule": rule})
+    return dataclasses.field(default=default, metadata={"rule": rule})
+
+
+def integer(default: Any = dataclasses.MISSING, *, low: int = 1, high: int = MAX_INTEGER, null: bool = False) -> Any:
+    def accept(value: Any) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise _Illegal
+        return value
+
+    limit = f" and at most {high}" if high != MAX_INTEGER else ""
+    return _field(Rule(f"a whole number of at least {low}{limit}", accept, null), default)
+
+
+def number(
+    default: Any = dataclasses.MISSING,
+    *,
+    above: float | None = None,
+    at_least: float | None = None,
+    below: float | None = None,
+    at_most: float | None = None,
+    null: bool = False,
+) -> Any:
+    def accept(value: Any) -> float:
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise _Illegal
+        try:
+            stored = float(value)
+        except OverflowError:
+            raise _Illegal from None
+        inside = (
+            math.isfinite(stored)
+            and (above is None or stored > above)
+            and (at_least is None or stored >= at_least)
+            and (below is None or stored < below)
+            and (at_most is None or stored <= at_most)
+        )
+        if not inside:
+            raise _Illegal
+        return stored
+
+    bounds = [("above", above), ("at least", at_least), ("below", below), ("at most", at_most)]
+    limits = " and ".join(f"{word} {bound:g}" for word, bound in bounds if bound is not None)
+    return _field(Rule(f"a number {limits}".rstrip(), accept, null), default)
+
+
+def choice(default: Any = dataclasses.MISSING, *, of: tuple[str, ...]) -> Any:
+    legal = "one of " + ", ".join(f'"{option}"' for option in of)
+
+    def accept(value: Any) -> str:
+        if isinstance(value, str) and value in of:
+            return value
+        near = difflib.get_close_matches(value, of, n=1) if isinstance(value, str) else []
+        if near:
+            raise ConfigError("", f'is "{value}"; it must be {legal}; did you mean "{near[0]}"?')
+        raise _Illegal
+
+    return _field(Rule(legal, accept), default)
+
+
+def text(default: Any = dataclasses.MISSING, *, null: bool = False) -> Any:
+    def accept(value: Any) -> str:
+        if not isinstance(value, str) or not value.strip():
+            raise _Illegal
+        return value
+
+    return _field(Rule("a non-empty string", accept, null), default)
+
+
+def texts(default: Any = dataclasses.MISSING) -> Any:
+    def accept(value: Any) -> tuple[str, ...]:
+        if isinstance(value, str) or not isinstance(value, list | tuple) or not value:
+            raise _Illegal
+        if not all(isinstance(item, str) and item.strip() for item in value):
+            raise _Illegal
+        return tuple(value)
+
+    return _field(Rule("a non-empty list of strings", accept), default)
+
+
+def flag(default: Any = dataclasses.MISSING) -> Any:
+    def accept(value: Any) -> bool:
+        if not isinstance(value, bool):
+            raise _Illegal
+        return value
+
+    return _field(Rule("true or false", accept), default)
+
+
+def section(cls: type[Section], default: Any = dataclasses.MISSING, *, null: bool = False) -> Any:
+    def accept(value: Any) -> Section:
+        if isinstance(value, cls):
+            return value
+        if not isinstance(value, Mapping):
+            raise _Illegal
+        return cls.from_dict(value)
+
+    return _field(Rule("a JSON object", accept, null, cls), default)
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the configuration. Building one checks every field, then the fields together."""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            rule = field.metadata["rule"]
+            object.__setattr__(self, field.name, rule.read(getattr(self, field.name), field.name))
+        self.check()
+
+    def check(self) -> None:
+        """What no single field can tell. Overridden where fields must agree."""
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """Build from JSON. Unknown and missing keys are errors."""
+        fields = {field.name: field for field in dataclasses.fields(cls)}
+        for key in values:
+            if key not in fields:
+                raise ConfigError(str(key), f"unknown key; {_nearest(str(key), list(fields))}")
+        for name, field in fields.items():
+            if name not in values and field.default is dataclasses.MISSING:
+                raise ConfigError(name, f"is missing; it must be {field.metadata['rule'].legal}")
+        return cls(**values)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values; `from_dict` gives the same section back."""
+        return cast(dict[str, Any], json.loads(json.dumps(dataclasses.asdict(self))))
+
+
+def _nearest(key: str, names: list[str]) -> str:
+    near = difflib.get_close_matches(key, names, n=1)
+    known = ", ".join(sorted(names))
+    return f'did you mean "{near[0]}"? Valid keys: {known}' if near else f"valid keys: {known}"
+
+
+# ---------------------------------------------------------------------------------------------------
+# The sections
+
+
+@dataclass(frozen=True)
+class ModelConfig(Section):
+    """The transformer itself, without its routing."""
+
+    vocab_size: int = integer(low=2)
+    num_layers: int = integer(high=10_000)
+    width: int = integer(low=2)
+    num_heads: int = integer()
+    num_kv_heads: int = integer()
+    ffn_width: int = integer()  # of the dense feed-forward; unused where `experts` is set
+    sequence_length: int = integer(low=2)
+    rope_theta: float = number(10_000.0, above=0)
+    norm_eps: float = number(1e-5, above=0)
+    init_std: float = number(0.02, above=0)
+    tied_head: bool = flag(True)
+    activation_checkpointing: bool = flag(False)
+
+    @property
+    def head_width(self) -> int:
+        return self.width // self.num_heads
+
+    def check(self) -> None:
+        if self.width % self.num_heads:
+            raise ConfigError(
+                "num_heads", f"is {self.num_heads}, which does not divide width = {self.width}; use a divisor of it"
+            )
+        if self.head_width % 2:
+            raise ConfigError(
+                "num_heads",
+                f"is {self.num_heads}, which makes a head width / num_heads = {self.head_width} wide; "
+                "rotary positions need an even width",
+            )
+        if self.num_heads % self.num_kv_heads:
+            raise ConfigError(
+                "num_kv_heads",
+                f"is {self.num_kv_heads}, which does not divide num_heads = {self.num_heads}; use a divisor of it",
+            )
+
+
+@dataclass(frozen=True)
+class BalanceLossConfig(Section):
+    """A loss that is smallest where every column has its target share of the choices."""
+
+    weight: float = number(0.01, above=0)
+    scope: str = choice("sequence", of=("sequence", "global"))
+
+
+@dataclass(frozen=True)
+class BalanceBiasConfig(Section):
+    """A bias on the selection logits, moved toward the targets once per optimizer step."""
+
+    rate: float = number(0.02, above=0)
+
+
+@dataclass(frozen=True)
+class ExpertsConfig(Section):
+    """The expert feed-forward: E real experts beside Z no-op columns, K choices per token."""
+
+    num_experts: int = integer(high=100_000)
+    top_k: int = integer()
+    width: int = integer()
+    num_no_ops: int = integer(0, low=0, high=100_000)
+    no_op_fraction: float = number(0.0, at_least=0, below=1)
+    capacity_factor: float | None = number(None, above=0, at_most=1e6, null=True)
+    renormalize: bool = flag(False)
+    num_shared: int = integer(0, low=0, high=100_000)
+    balance_loss: BalanceLossConfig | None = section(BalanceLossConfig, None, null=True)
+    balance_bias: BalanceBiasConfig | None = section(BalanceBiasConfig, None, null=True)
+    z_loss_weight: float = number(0.0, at_least=0)
+    backend: str = choice("grouped_mm", of=("loop", "grouped_mm"))
+    ep_size: int = integer(1)
+
+    @property
+    def num_columns(self) -> int:
+        return self.num_experts + self.num_no_ops
+
+    def check(self) -> None:
+        if self.top_k > self.num_columns:
+            raise ConfigError(
+                "top_k",
+                f"is {self.top_k}, more than the {self.num_columns} columns there are "
+                "(num_experts + num_no_ops); choose at most that many",
+            )
+        if (self.num_no_ops > 0) != (self.no_op_fraction > 0):
+            raise ConfigError(
+                "no_op_fraction",
+                f"is {self.no_op_fraction:g} while num_no_ops is {self.num_no_ops}; "
+                "no-op columns and a target share go together: set both above 0, or both to 0",
+            )
+        most_no_op, most_real = min(1, self.num_no_ops / self.top_k), min(1, self.num_experts / self.top_k)
+        if self.no_op_fraction > most_no_op or 1 - self.no_op_fraction > most_real:
+            raise ConfigError(
+                "no_op_fraction",
+                f"is {self.no_op_fraction:g}, which {self.top_k} distinct choices among {self.num_experts} experts and "
+                f"{self.num_no_ops} no-ops cannot reach; it must be between {1 - most_real:g} and {most_no_op:g}",
+            )
+        if self.num_experts % self.ep_size:
+            raise ConfigError(
+                "ep_size", f"is {self.ep_size}, which does not divide num_experts = {self.num_experts}; use a divisor"
+            )
+
+
+@dataclass(frozen=True)
+class PredictorConfig(Section):
+    """A small MLP that learns, behind a stop-gradient, which tokens top-k will keep."""
+
+    width: int = integer(64)
+    weight: float = number(0.01, above=0)
+
+
+@dataclass(frozen=True)
+class AuxLossConfig(Section):
+    """Binary cross-entropy on the router's own logits against top-k membership."""
+
+    weight: float = number(0.01, above=0)
+
+
+@dataclass(frozen=True)
+class DepthConfig(Section):
+    """Depth routing: which tokens of a sequence enter a block."""
+
+    capacity_fraction: float = number(above=0, at_most=1)
+    every: int = integer(2)
+    selection: str = choice("learned", of=("learned", "stochastic", "token_choice"))
+    gate: str = choice("raw", of=("raw", "sigmoid", "tanh", "one"))
+    predictor: PredictorConfig | None = section(PredictorConfig, None, null=True)
+    aux_loss: AuxLossConfig | None = section(AuxLossConfig, None, null=True)
+    balance_weight: float = number(0.0, at_least=0)  # token_choice only: holds the kept share
+
+    def check(self) -> None:
+        if self.selection == "stochastic":
+            if self.gate not in ("one", "raw"):
+                raise ConfigError(
+                    "gate",
+                    f'is "{self.gate}" with selection "stochastic"; it must be "one" (gate 1) or "raw" (the noise itself)',
+                )
+            for name in ("predictor", "aux_loss"):
+                if getattr(self, name) is not None:
+                    raise ConfigError(name, 'has nothing to learn with selection "stochastic"; set it to null')
+        elif self.gate == "one":
+            raise ConfigError(
+                "gate",
+                f'is "one" with selection "{self.selection}", so no language-model gradient would reach the router; '
+                'use "raw", "sigmoid" or "tanh"',
+            )
+        if self.selection == "token_choice":
+            for name in ("predictor", "aux_loss"):
+                if getattr(self, name) is not None:
+                    raise ConfigError(
+                        name,
+                        'has nothing to learn with selection "token_choice", which decides by each '
+                        "token's own logit; set it to null",
+                    )
+        elif self.balance_weight:
+            raise ConfigError(
+                "balance_weight",
+                f'is {self.balance_weight:g} with selection "{self.selection}", which keeps exactly the capacity; '
+                'it is for "token_choice"; set it to 0',
+            )
+
+
+@dataclass(frozen=True)
+class FilesConfig(Section):
+    """Local text: txt, jsonl, json, csv or parquet files, named by paths or globs."""
+
+    paths: tuple[str, ...] = texts()
+    text_column: str = text("text")
+
+
+@dataclass(frozen=True)
+class HubConfig(Section):
+    """A dataset of the Hugging Face hub."""
+
+    name: str = text()
+    config: str | None = text(None, null=True)
+    split: str = text("train")
+    text_column: str = text("text")
+
+
+@dataclass(frozen=True)
+class DataConfig(Section):
+    """Where the text comes from and how it becomes tokens."""
+
+    source: str = choice("python_stdlib", of=("python_stdlib", "files", "hub"))
+    files: FilesConfig | None = section(FilesConfig, None, null=True)
+    hub: HubConfig | None = section(HubConfig, None, null=True)
+    tokenizer: str = choice("bpe", of=("bpe", "bytes", "pretrained"))
+    pretrained: str | None = text(None, null=True)  # a path or hub name, for tokenizer "pretrained"
+    validation_fraction: float = number(0.05, above=0, below=1)
+    max_documents: int | None = integer(None, low=2, null=True)
+    document_masking: bool = flag(False)
+    cache_dir: str | None = text(None, null=True)
+
+    def check(self) -> None:
+        for name in ("files", "hub"):
+            if (self.source == name) != (getattr(self, name) is not None):
+                raise ConfigError(
+                    name, f'must be set when source is "{name}" and null otherwise; source is "{self.source}"'
+                )
+        if (self.tokenizer == "pretrained") != (self.pretrained is not None):
+            raise ConfigError(
+                "pretrained",
+                'must name a tokenizer when tokenizer is "pretrained" and be null otherwise; '
+                f'tokenizer is "{self.tokenizer}"',
+            )
+
+
+@dataclass(frozen=True)
+class TrainConfig(Section):
+    """How long a run is, and what it does on the way."""
+
+    steps: int | None = integer(None, null=True)
+    tokens: int | None = integer(None, null=True)
+    flops: float | None = number(None, above=0, null=True)
+    log_every: int = integer(10)
+    eval_every: int = integer(100)
+    eval_sequences: int = integer(64)
+    save_every: int = integer(100)
+    keep_last: int = integer(3)
+    stop_after: int | None = integer(None, null=True)
+    monitor: str = choice("brief", of=("brief", "detailed"))
+
+    def check(self) -> None:
+        given = [name for name in ("steps", "tokens", "flops") if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ConfigError(
+                "steps",
+                f"a run's length is exactly one of steps, tokens and flops; {' and '.join(given) or 'none'} given; "
+                "set one and leave the others null",
+            )
+
+
+@dataclass(frozen=True)
+class ModeConfig(Section):
+    """The whole `"mode"` section."""
+
+    model: ModelConfig = section(ModelConfig)
+    experts: ExpertsConfig | None = section(ExpertsConfig, None, null=True)
+    depth: DepthConfig | None = section(DepthConfig, None, null=True)
+    data: DataConfig = section(DataConfig, DataConfig())
+    train: TrainConfig = section(TrainConfig, TrainConfig(steps=1000))
+    seed: int = integer(0, low=0)
+    description: str = text("a MoDE model")
+
+    def check(self) -> None:
+        self._check_grouped_widths()
+        if self.depth is None:
+            return
+        if self.depth.every > self.model.num_layers:
+            raise ConfigError(
+                "depth.every",
+                f"is {self.depth.every}, beyond model.num_layers = {self.model.num_layers}, so no block would be "
+                "routed; use a smaller number, or set depth to null",
+            )
+        kept = exact(self.depth.capacity_fraction) * self.model.sequence_length
+        if kept < 1:
+            raise ConfigError(
+                "depth.capacity_fraction",
+                f"is {self.depth.capacity_fraction:g}, which keeps {float(kept):g} of model.sequence_length = "
+                f"{self.model.sequence_length} tokens; it must keep at least one: use "
+                f"{1 / self.model.sequence_length:g} or more",
+            )
+
+    def _check_grouped_widths(self) -> None:
+        if self.experts is None or self.experts.backend != "grouped_mm":
+            return
+        for path, width in (("model.width", self.model.width), ("experts.width", self.experts.width)):
+            if width % 8:
+                raise ConfigError(
+                    path,
+                    f'is {width}; with experts.backend "grouped_mm" it must be a multiple of 8; '
+                    'change it, or use the backend "loop"',
+                )
+
+    def is_routed(self, layer: int) -> bool:
+        """Whether block `layer`, counted from 0, is depth-routed: with `every: 2`, blocks 1, 3, 5, ..."""
+        return self.depth is not None and (layer + 1) % self.depth.every == 0
+
+
+def exact(value: float) -> Fraction:
+    """The decimal number the user wrote, not its binary neighbour: 0.07 is 7/100."""
+    return Fraction(repr(value))
+
+
+# ---------------------------------------------------------------------------------------------------
+# The file: our section beside DeepSpeed's
+
+
+@dataclass(frozen=True)
+class EngineConfig(Section):
+    """What accounting and the trainer need to know of DeepSpeed's own settings."""
+
+    micro_batch_size: int | None = integer(None, null=True)
+    accumulation_steps: int | None = integer(None, null=True)
+    train_batch_size: int | None = integer(None, null=True)
+    zero_stage: int = integer(0, low=0, high=3)
+    precision: str = choice("fp32", of=("fp32", "bf16", "fp16"))
+
+    def check(self) -> None:
+        if self.micro_batch_size is None and self.train_batch_size is None:
+            raise ConfigError(
+                "train_micro_batch_size_per_gpu", "is missing; give it, or train_batch_size, as a whole number"
+            )
+
+    def batch_layout(self, world_size: int) -> tuple[int, int]:
+        """(rows per rank and micro-batch, micro-batches per step), as DeepSpeed works them out."""
+        micro, steps, batch = self.micro_batch_size, self.accumulation_steps, self.train_batch_size
+        if batch is None:
+            assert micro is not None
+            return micro, steps or 1
+        if micro is None:
+            micro = batch // (world_size * (steps or 1))
+        if steps is None:
+            steps = batch // (world_size * micro) if micro else 0
+        if micro * steps * world_size != batch:
+            raise ConfigError(
+                "train_batch_size",
+                f"is {batch}, which is not train_micro_batch_size_per_gpu ({micro}) x gradient_accumulation_steps "
+                f"({steps}) x {world_size} ranks; make the product equal",
+            )
+        return micro, steps
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """A whole configuration file: our section, and DeepSpeed's settings untouched."""
+
+    mode: ModeConfig
+    engine: EngineConfig
+    deepspeed: dict[str, Any]
+
+
+# Top-level keys of DeepSpeed's JSON. DeepSpeed ignores a key it does not know without a word, so a
+# key that is unknown here and close to one of these is taken for a slip of the pen.
+DEEPSPEED_KEYS = (
+    "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps optimizer scheduler fp16 bf16 "
+    "zero_optimization gradient_clipping prescale_gradients gradient_predivide_factor sparse_gradients "
+    "steps_per_print wall_clock_breakdown dump_state tensorboard csv_monitor wandb comet flops_profiler "
+    "activation_checkpointing comms_logger communication_data_type zero_allow_untested_optimizer seed "
+    "checkpoint data_types elasticity autotuning aio amp torch_autocast compile"
+).split()
+
+
+def load_config(path: str | Path) -> ModeConfig:
+    """The `"mode"` section of a DeepSpeed JSON file, or `ConfigError`."""
+    return load_run_config(path).mode
+
+
+def load_run_config(path: str | Path) -> RunConfig:
+    """A whole DeepSpeed JSON file, or `ConfigError`."""
+    try:
+        return run_config_from_dict(read_json(path))
+    except ConfigError as error:
+        raise error.in_file(str(path)) from None
+
+
+def read_json(path: str | Path) -> Any:
+    """A JSON file in which every key stands once. `ConfigError` says what is wrong with it."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        for index, (key, _) in enumerate(pairs):
+            if key in dict(pairs[:index]):
+                raise ConfigError(key, "stands twice in one JSON object; keep one of the two")
+        return dict(pairs)
+
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=unique)
+    except OSError as error:
+        raise ConfigError("file", f"cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError("file", "is not UTF-8 text; it must be a JSON file") from None
+    except json.JSONDecodeError as error:
+        raise ConfigError("file", f"is not valid JSON: line {error.lineno}, column {error.colno}: {error.msg}") from None
+    except (RecursionError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError("file", f"is not usable JSON: {error}") from None
+
+
+def run_config_from_dict(document: Any) -> RunConfig:
+    """The parsed JSON file, split into our section and DeepSpeed's settings, both checked."""
+    if not isinstance(document, dict):
+        raise ConfigError("file", f"is {show(document)}; it must be a JSON object")
+    for key in document:
+        if key not in ("mode", *DEEPSPEED_KEYS):
+            near = difflib.get_close_matches(str(key), ["mode", *DEEPSPEED_KEYS], n=1, cutoff=0.75)
+            if near:
+                raise ConfigError(str(key), f'unknown key, which DeepSpeed would ignore; did you mean "{near[0]}"?')
+    if not isinstance(document.get("mode"), dict):
+        raise ConfigError("mode", f"is {show(document.get('mode'))}; it must be a JSON object: the section for this model")
+    try:
+        config = ModeConfig.from_dict(document["mode"])
+    except ConfigError as error:
+        raise error.under("mode") from None
+    deepspeed = {key: value for key, value in document.items() if key != "mode"}
+    engine = _read_engine(deepspeed)
+    _check_expert_capacity(config, engine)
+    return RunConfig(config, engine, deepspeed)
+
+
+def _read_engine(deepspeed: dict[str, Any]) -> EngineConfig:
+    json_paths = {
+        "micro_batch_size": "train_micro_batch_size_per_gpu",
+        "accumulation_steps": "gradient_accumulation_steps",
+        "train_batch_size": "train_batch_size",
+        "zero_stage": "zero_optimization.stage",
+    }
+    values: dict[str, Any] = {}
+    for name, path in json_paths.items():
+        value: Any = deepspeed
+        for key in path.split("."):
+            if not isinstance(value, dict):
+                raise ConfigError(path.split(".")[0], f"is {show(value)}; it must be a JSON object")
+            value = value.get(key, {} if key == "zero_optimization" else None)
+        if value is not None:
+            values[name] = value
+    enabled = []
+    for precision in ("bf16", "fp16"):
+        part = deepspeed.get(precision, {})
+        if not isinstance(part, dict) or not isinstance(part.get("enabled", False), bool):
+            raise ConfigError(precision, f'is {show(part)}; it must be a JSON object with "enabled": true or false')
+        if part.get("enabled", False):
+            enabled.append(precision)
+    if len(enabled) == 2:
+        raise ConfigError("fp16.enabled", "is true while bf16.enabled is true; enable one of them")
+    try:
+        return EngineConfig(**values, precision=enabled[0] if enabled else "fp32")
+    except ConfigError as error:
+        raise ConfigError(json_paths.get(error.path, error.path), error.problem) from None
+
+
+def _check_expert_capacity(config: ModeConfig, engine: EngineConfig) -> None:
+    """A capacity below one token means experts that can hardly ever work: an error, not a rounding."""
+    experts = config.experts
+    if experts is None or experts.capacity_factor is None or engine.micro_batch_size is None:
+        return
+    tokens = engine.micro_batch_size * config.model.sequence_length
+    share = exact(experts.capacity_factor) * experts.top_k * (1 - exact(experts.no_op_fraction)) / experts.num_experts
+    fraction = exact(config.depth.capacity_fraction) if config.depth is not None else Fraction(1)
+    if share * tokens * fraction < 1:
+        raise ConfigError(
+            "mode.experts.capacity_factor",
+            f"is {experts.capacity_factor:g}, which lets an expert take {float(share * tokens * fraction):g} of a "
+            f"micro-batch's assignments; it must allow at least one: use {float(1 / (share * tokens * fraction)):.3g} "
+            "times as much, a larger micro-batch, or null for dropless",
+        )

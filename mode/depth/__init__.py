@@ -1,0 +1,1 @@
+"""Depth routing: keep C of the L tokens of every sequence for a block."""

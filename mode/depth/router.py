@@ -1,0 +1,128 @@
+"""Depth routers: which tokens of a sequence a block processes, and with which gate (paper eq. 1).
+
+Each router maps x_BLD to a `DepthRouting`. Knows nothing of the block it routes for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from mode.accounting import depth_capacity
+from mode.config import DepthConfig, PredictorConfig
+from mode.depth.noise import keyed_noise
+from mode.layers import at_least_float32
+from mode.routing import DepthRouting
+
+GATES: dict[str, Callable[[Tensor], Tensor]] = {
+    "raw": lambda logits: logits,  # the paper's gate
+    "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
+    "one": torch.ones_like,
+}
+
+
+def largest(logits_BL: Tensor, capacity: int) -> Tensor:
+    """The positions of the `capacity` largest of each row, ascending; of equals, the earlier ones.
+
+    A stable sort, because `topk` leaves open which of equal values it takes.
+    """
+    order_BL = logits_BL.sort(dim=1, descending=True, stable=True).indices
+    return order_BL[:, :capacity].sort(dim=1).values
+
+
+def pack(keep_BL: Tensor) -> tuple[Tensor, Tensor]:
+    """A mask as slots: (positions_BS ascending, valid_BS), S the largest count of any row."""
+    counts_B = keep_BL.sum(dim=1)
+    num_slots = int(counts_B.max()) if len(counts_B) else 0
+    order_BL = (~keep_BL).to(torch.uint8).sort(dim=1, stable=True).indices  # kept first, positions ascending
+    valid_BS = torch.arange(num_slots, device=keep_BL.device) < counts_B.unsqueeze(1)
+    return order_BL[:, :num_slots], valid_BS
+
+
+class Scorer(nn.Module):
+    """r_i = w . x_i, one number per token, in float32. One per routed block."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(1, width))
+
+    def forward(self, x_BLD: Tensor) -> Tensor:
+        return F.linear(at_least_float32(x_BLD), at_least_float32(self.weight)).squeeze(-1)
+
+
+class Predictor(nn.Module):
+    """A small MLP that predicts from a token alone whether top-k keeps it.
+
+    Behind a stop-gradient: its loss trains it and nothing else.
+    """
+
+    def __init__(self, config: PredictorConfig, width: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, config.width)
+        self.down = nn.Linear(config.width, 1)
+
+    def forward(self, x_BLD: Tensor) -> Tensor:
+        return at_least_float32(self.down(F.silu(self.up(x_BLD.detach()))).squeeze(-1))
+
+
+class LearnedRouter(nn.Module):
+    """The paper's router: the C largest logits of each sequence, exactly C."""
+
+    def __init__(self, config: DepthConfig, width: int) -> None:
+        super().__init__()
+        self.capacity_fraction = config.capacity_fraction
+        self.gate = GATES[config.gate]
+        self.scorer = Scorer(width)
+        self.predictor = None if config.predictor is None else Predictor(config.predictor, width)
+
+    def forward(self, x_BLD: Tensor, sample_keys_B: Tensor) -> DepthRouting:
+        logits_BL = self.scorer(x_BLD)
+        kept_BS = largest(logits_BL, depth_capacity(self.capacity_fraction, x_BLD.shape[1]))
+        gates_BS = self.gate(logits_BL.gather(1, kept_BS))
+        predicted_BL = None if self.predictor is None else self.predictor(x_BLD)
+        return DepthRouting(logits_BL, kept_BS, gates_BS, None, predicted_BL)
+
+
+class StochasticRouter(nn.Module):
+    """The paper's control: top-k of Gaussian noise. Owns no parameters."""
+
+    def __init__(self, config: DepthConfig, seed: int, layer: int) -> None:
+        super().__init__()
+        self.capacity_fraction = config.capacity_fraction
+        self.gate = GATES[config.gate]
+        self.seed, self.layer = seed, layer
+
+    def forward(self, x_BLD: Tensor, sample_keys_B: Tensor) -> DepthRouting:
+        noise_BL = keyed_noise(sample_keys_B, self.seed, self.layer, x_BLD.shape[1])
+        kept_BS = largest(noise_BL, depth_capacity(self.capacity_fraction, x_BLD.shape[1]))
+        return DepthRouting(noise_BL, kept_BS, self.gate(noise_BL.gather(1, kept_BS)), None, None)
+
+
+class TokenChoiceRouter(nn.Module):
+    """The paper's other scheme: a token enters if its own logit is above 0.
+
+    At most C of a sequence do; over that, the lowest logits stay out, of equals the later ones.
+    """
+
+    def __init__(self, config: DepthConfig, width: int) -> None:
+        super().__init__()
+        self.capacity_fraction = config.capacity_fraction
+        self.gate = GATES[config.gate]
+        self.scorer = Scorer(width)
+
+    def forward(self, x_BLD: Tensor, sample_keys_B: Tensor) -> DepthRouting:
+        logits_BL = self.scorer(x_BLD)
+        allowed_BS = largest(logits_BL, depth_capacity(self.capacity_fraction, x_BLD.shape[1]))
+        allowed_BL = torch.zeros_like(logits_BL, dtype=torch.bool).scatter(1, allowed_BS, True)
+        kept_BS, valid_BS = pack(allowed_BL & (logits_BL > 0))
+        return DepthRouting(logits_BL, kept_BS, self.gate(logits_BL.gather(1, kept_BS)), valid_BS, None)
+
+
+def build_depth_router(config: DepthConfig, width: int, seed: int, layer: int) -> nn.Module:
+    if config.selection == "stochastic":
+        return StochasticRouter(config, seed, layer)
+    return (LearnedRouter if config.selection == "learned" else TokenChoiceRouter)(config, width)

@@ -1,0 +1,1 @@
+"""The transformer: composes attention, feed-forward and routing into blocks."""

@@ -1,0 +1,37 @@
+"""Causal self-attention over the slots of a placement, with grouped key/value heads.
+
+Knows nothing of routing: a routed block hands it fewer slots and their own placement.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from mode.config import ModelConfig
+from mode.model.rope import rotate
+from mode.placement import Placement
+
+
+class Attention(nn.Module):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.num_heads, self.num_kv_heads, self.head_width = config.num_heads, config.num_kv_heads, config.head_width
+        num_projections = config.num_heads + 2 * config.num_kv_heads
+        self.qkv = nn.Linear(config.width, num_projections * config.head_width, bias=False)
+        self.out = nn.Linear(config.num_heads * config.head_width, config.width, bias=False)
+
+    def forward(self, x_BSD: Tensor, placement: Placement) -> Tensor:
+        heads_BSNH = self.qkv(x_BSD).unflatten(-1, (-1, self.head_width))
+        q_BSNH, k_BSGH, v_BSGH = heads_BSNH.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=2)
+        q_BSNH = rotate(q_BSNH, placement.cos_BSH, placement.sin_BSH)
+        k_BSGH = rotate(k_BSGH, placement.cos_BSH, placement.sin_BSH)
+        attended_BNSH = F.scaled_dot_product_attention(
+            q_BSNH.transpose(1, 2),
+            k_BSGH.transpose(1, 2),
+            v_BSGH.transpose(1, 2),
+            attn_mask=placement.mask_B1SS,
+            is_causal=placement.mask_B1SS is None,
+            enable_gqa=True,
+        )
+        return self.out(attended_BNSH.transpose(1, 2).flatten(2))

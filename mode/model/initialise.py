@@ -1,0 +1,47 @@
+"""All initial weights. Each tensor draws from a generator of its own, seeded by the run's seed and the
+tensor's name, each expert from one seeded by its number too. So the weights do not depend on the
+number of ranks, on which experts a rank holds, or on what was drawn before.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import Tensor, nn
+
+from mode.config import ModeConfig
+from mode.depth.router import Scorer
+from mode.moe.experts import Experts
+from mode.moe.router import ExpertRouter
+
+
+@torch.no_grad()
+def initialise(model: nn.Module, config: ModeConfig) -> None:
+    """Fills every parameter of `model`."""
+    residual_scale = (2 * config.model.num_layers) ** -0.5  # 2L updates are added to one stream
+    for name, module in model.named_modules():
+        if isinstance(module, nn.RMSNorm):
+            module.weight.fill_(1.0)
+        elif isinstance(module, nn.Embedding | Scorer | ExpertRouter):
+            _draw(module.weight, config.model.init_std, config.seed, name)
+        elif isinstance(module, nn.Linear):
+            fan_in_std = module.in_features**-0.5 * (residual_scale if _writes_to_the_stream(name) else 1.0)
+            _draw(module.weight, config.model.init_std if name == "head" else fan_in_std, config.seed, name)
+            if module.bias is not None:
+                module.bias.zero_()
+        elif isinstance(module, Experts):
+            for part, scale in (("w1", 1.0), ("w2", residual_scale), ("w3", 1.0)):
+                for local, weight in enumerate(getattr(module, part)):
+                    std = weight.shape[1] ** -0.5 * scale
+                    _draw(weight, std, config.seed, f"{name}.{part}.{module.first + local}")
+
+
+def _writes_to_the_stream(name: str) -> bool:
+    return name.endswith(("attention.out", ".w2"))
+
+
+def _draw(weight: Tensor, std: float, seed: int, name: str) -> None:
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+    weight.copy_(torch.randn(weight.shape, generator=generator) * std)

@@ -1,0 +1,117 @@
+"""The MoDE language model: a plain torch module that runs with or without a process group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from mode.config import ModeConfig
+from mode.losses import compute_losses
+from mode.model.block import build_block
+from mode.model.initialise import initialise
+from mode.model.rope import rope_tables
+from mode.moe.router import BiasedExpertRouter
+from mode.placement import Placement
+from mode.routing import BlockRouting
+
+
+@dataclass(frozen=True)
+class ModeOutput:
+    """What a forward pass returns."""
+
+    logits: Tensor  # [B, L, V]
+    loss: Tensor | None  # the total to train on; None without labels
+    losses: dict[str, Tensor]  # its terms, each before its weight; empty without labels
+    routing: tuple[BlockRouting, ...]  # one record per block
+
+
+class ModeTransformer(nn.Module):
+    """Decoder-only transformer with dense or expert feed-forward and, if configured, depth routing."""
+
+    def __init__(self, config: ModeConfig) -> None:
+        super().__init__()
+        self.config = config
+        model = config.model
+        self.embedding = nn.Embedding(model.vocab_size, model.width)
+        self.blocks = nn.ModuleList(build_block(config, layer) for layer in range(model.num_layers))
+        self.norm = nn.RMSNorm(model.width, eps=model.norm_eps)
+        self.head = nn.Linear(model.width, model.vocab_size, bias=False)
+        if model.tied_head:
+            self.head.weight = self.embedding.weight
+        self.run_block: Callable[..., Any] = _run_checkpointed if model.activation_checkpointing else _run
+        initialise(self, config)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        labels: Tensor | None = None,
+        *,
+        documents: Tensor | None = None,
+        sample_keys: Tensor | None = None,
+    ) -> ModeOutput:
+        """Logits for every position and, given labels, the losses.
+
+        `labels` are aligned with `input_ids` (usually the same tensor): position i is scored on label
+        i + 1, and labels of -100 are left out. `documents` [B, L] numbers the documents packed into a
+        row; tokens see their own only. `sample_keys` [B] keys the noise of stochastic routing.
+        """
+        self._check_input(input_ids)
+        num_rows, length = input_ids.shape
+        if sample_keys is None:
+            sample_keys = torch.zeros(num_rows, dtype=torch.int64, device=input_ids.device)
+        x_BLD = self.embedding(input_ids)
+        placement = self._place(num_rows, length, documents, x_BLD)
+        routing = []
+        for block in self.blocks:
+            x_BLD, record = self.run_block(block, x_BLD, placement, sample_keys)
+            routing.append(record)
+        logits_BLV = self.head(self.norm(x_BLD))
+        if labels is None:
+            return ModeOutput(logits_BLV, None, {}, tuple(routing))
+        total, terms = compute_losses(self.config, logits_BLV, labels, routing)
+        return ModeOutput(logits_BLV, total, terms, tuple(routing))
+
+    def move_biases(self, choice_counts: dict[int, Tensor]) -> None:
+        """Moves every selection bias by how often the global batch chose each column, per layer.
+
+        To be called once per optimizer step. Without `balance_bias` there is nothing to move.
+        """
+        for layer, block in enumerate(self.blocks):
+            router = getattr(block.body.feed_forward, "router", None)
+            if isinstance(router, BiasedExpertRouter):
+                router.move_bias(choice_counts[layer])
+
+    def _place(self, num_rows: int, length: int, documents: Tensor | None, x_BLD: Tensor) -> Placement:
+        positions_1L = torch.arange(length, device=x_BLD.device).unsqueeze(0)
+        model = self.config.model
+        cos_1LH, sin_1LH = rope_tables(positions_1L, model.head_width, model.rope_theta, x_BLD.dtype)
+        return Placement.of_sequence(
+            positions_1L.expand(num_rows, -1),
+            cos_1LH.expand(num_rows, -1, -1),
+            sin_1LH.expand(num_rows, -1, -1),
+            documents,
+        )
+
+    def _check_input(self, input_ids: Tensor) -> None:
+        longest = self.config.model.sequence_length
+        if input_ids.ndim != 2 or input_ids.shape[1] < 1:
+            raise ValueError(f"input_ids has shape {tuple(input_ids.shape)}; it must be [rows, tokens] with tokens >= 1")
+        if input_ids.shape[1] > longest:
+            raise ValueError(
+                f"input_ids has {input_ids.shape[1]} tokens a row, more than mode.model.sequence_length = {longest}; "
+                "cut the rows, or raise that setting"
+            )
+
+
+def _run(block: nn.Module, *inputs: Any) -> Any:
+    return block(*inputs)
+
+
+def _run_checkpointed(block: nn.Module, *inputs: Any) -> Any:
+    """Forward runs again in backward instead of storing activations. It draws nothing from a generator."""
+    return checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=False)

@@ -1,0 +1,1 @@
+"""Expert routing: top-K of E real experts and Z no-op columns."""

@@ -1,0 +1,37 @@
+"""The expert feed-forward: router -> dispatch -> experts -> combine, plus experts that are always on."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from mode.config import ExpertsConfig
+from mode.layers import SwiGLU
+from mode.moe.dispatch import LocalDispatcher
+from mode.moe.experts import Experts
+from mode.moe.router import build_expert_router
+from mode.routing import ExpertRouting
+
+
+class NoSharedExperts(nn.Module):
+    """Adds nothing."""
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        return torch.zeros_like(x_TD)
+
+
+class MoELayer(nn.Module):
+    """Real experts and no-ops for T tokens. All experts live on this rank."""
+
+    def __init__(self, config: ExpertsConfig, width: int) -> None:
+        super().__init__()
+        self.router = build_expert_router(config, width)
+        self.dispatcher = LocalDispatcher()
+        self.experts = Experts(config.num_experts, width, config.width, config.backend)
+        self.shared = SwiGLU(width, config.num_shared * config.width) if config.num_shared else NoSharedExperts()
+
+    def forward(self, x_TD: Tensor) -> tuple[Tensor, ExpertRouting]:
+        routing = self.router(x_TD)
+        sent = self.dispatcher.dispatch(x_TD, routing)
+        out_QD = self.experts(sent.x_QD, sent.counts_e)
+        return self.dispatcher.combine(out_QD, sent) + self.shared(x_TD), routing

@@ -1,0 +1,13 @@
+"""Settings for all tests."""
+
+import os
+
+import hypothesis
+
+# Some virtual machines advertise AMX and then refuse its instructions: a bfloat16 product would end the
+# process with "illegal instruction". Must be set before torch is imported, and reaches child processes.
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+
+# A shared machine stalls now and then: a deadline per example would fail tests for no fault of theirs.
+hypothesis.settings.register_profile("mode", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("mode")
