@@ -293,6 +293,11 @@ def model_flops(config: ModeConfig, counts: Sequence[BlockCounts]) -> Flops:
     return sum(model_flops_by_part(config, counts).values(), Flops())
 
 
+def per_token(flops: int, counts: Sequence[BlockCounts]) -> Fraction:
+    """FLOPs of a batch, per token of the batch: kept and skipped tokens alike."""
+    return Fraction(flops, counts[0].rows * counts[0].length)
+
+
 def recompute_flops(config: ModeConfig, counts: Sequence[BlockCounts]) -> int:
     """What activation checkpointing computes again in backward: every block's forward, at most.
 
@@ -333,21 +338,27 @@ def all_to_alls_per_block(config: ModeConfig) -> int:
 
 
 def block_activation_bytes(config: ModeConfig, layer: int, counts: BlockCounts, element_size: int) -> int:
-    """An estimate of what one block saves for backward, without activation checkpointing."""
-    model, experts = config.model, config.experts
-    slots, tokens = counts.rows * counts.slots, counts.tokens
-    heads = 2 * model.head_width * (model.num_heads + model.num_kv_heads)  # q, k, v and the attended values
-    elements = slots * (3 * model.width + heads) + tokens * model.width  # both norms' inputs and outputs
-    fp32_elements = slots * model.num_heads  # attention's log-sum-exp
-    if config.is_routed(layer):
-        elements += slots * model.width  # the update, for the gate's gradient
-        fp32_elements += counts.rows * counts.length * model.width  # the router's input
+    """An estimate of what one block saves for backward, without activation checkpointing.
+
+    It follows what autograd saves on a CPU; a fused norm on a GPU saves less.
+    """
+    model, depth, experts = config.model, config.depth, config.experts
+    batch, slots, tokens = counts.rows * counts.length, counts.rows * counts.slots, counts.tokens
+    heads = 3 * model.head_width * (model.num_heads + model.num_kv_heads)  # qkv, rotated q and k, attended
+    elements = slots * (model.width + heads) + tokens * model.width  # with the inputs of both halves
+    fp32_elements = slots * (4 * model.width + model.num_heads)  # inside both norms; log-sum-exp
+    if depth is not None and config.is_routed(layer):
+        elements += 2 * slots * model.width  # the update, before and after the gate
+        elements += 2 * batch * depth.predictor.width if depth.predictor is not None else 0
+        fp32_elements += batch * model.width  # the router's input
     if experts is None:
         elements += 4 * tokens * model.ffn_width  # gate, up, silu(gate) and their product
     else:
-        fp32_elements += 2 * tokens * experts.num_columns  # logits and scores
-        elements += counts.processed * (2 * model.width + 4 * experts.width)
+        elements += counts.processed * (2 * model.width + 4 * experts.width)  # the same, and input and output
         elements += 4 * tokens * experts.num_shared * experts.width
+        fp32_elements += counts.processed * model.width  # the output times its gate
+        fp32_elements += 2 * tokens * experts.num_columns  # logits and scores
+        fp32_elements += tokens * model.width if element_size < FP32 else 0  # the router's input
     return elements * element_size + fp32_elements * FP32
 
 

@@ -97,7 +97,9 @@ def expert_balance(
 
 def expert_z(placement: Placement, routing: ExpertRouting) -> Tensor:
     """Squared log-partition of the router: keeps its logits from drifting away."""
-    squared_TZ = torch.stack([routing.logits_TJ.logsumexp(dim=-1).square(), torch.ones_like(routing.logits_TJ[:, 0])], 1)
+    squared_TZ = torch.stack(
+        [routing.logits_TJ.logsumexp(dim=-1).square(), torch.ones_like(routing.logits_TJ[:, 0])], 1
+    )
     summed_B, tokens_B = placement.unflatten(squared_TZ).sum(dim=1).unbind(dim=1)
     return (summed_B / tokens_B.clamp(min=1)).mean()
 

@@ -3,11 +3,11 @@
 What is counted here was read in DeepSpeed 0.19.8 (runtime/zero/stage_1_and_2.py, stage3.py,
 runtime/fp16, runtime/engine.py) for an Adam optimizer without offloading:
 
-  stage  parameters       gradients                  optimizer states
-  0      all              all                        2 fp32 moments, and an fp32 master copy if 16-bit
-  1      all              all, until the step        fp32 copy of this rank's part + 2 moments of it
-  2      all              this rank's part           the same
-  3      this rank's part this rank's part           the same
+  stage  parameters        gradients                    optimizer states
+  0      all               all                          2 fp32 moments; an fp32 master copy if 16-bit
+  1      all               all, until they are reduced  fp32 copy of this rank's part, 2 moments of it
+  2      all               this rank's part             the same
+  3      this rank's part  this rank's part             the same
 
 From stage 1 on the fp32 copy exists for fp32 models too. Gradients have the data type of the parameters
 unless `data_types.grad_accum_dtype` says otherwise. An expert lives on world_size / ep_size ranks and is

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mode.accounting import BlockCounts
 from mode.placement import Placement
 
 
@@ -74,3 +75,16 @@ class BlockRouting:
     placement: Placement  # of the tokens that entered the block's body
     depth: DepthRouting | None
     experts: ExpertRouting | None
+
+    def counts(self) -> BlockCounts:
+        """The routes as numbers for `mode.accounting`. Waits for the device."""
+        rows, slots = self.placement.positions_BS.shape
+        length, tokens = slots, rows * slots
+        if self.depth is not None:
+            length, tokens = self.depth.logits_BL.shape[1], int(self.depth.kept_BL().sum())
+        if self.experts is None:
+            return BlockCounts(rows, length, slots, tokens)
+        processed, no_op, dropped = torch.stack(
+            [self.experts.num_processed(), self.experts.num_no_op(), self.experts.num_dropped()]
+        ).tolist()
+        return BlockCounts(rows, length, slots, tokens, processed, no_op, dropped)

@@ -41,9 +41,7 @@ def assert_matches_reference(config, layer, x_TD, tolerance):
 def test_layer_equals_nested_loops_in_outputs_and_every_gradient(backend, no_ops, top_k, num_tokens):
     dtype, tolerance = BACKENDS[backend]
     share = {0: 0.0, 1: 0.2, 3: 0.5}[no_ops]
-    config = make_config(
-        experts={"backend": backend, "num_no_ops": no_ops, "no_op_fraction": share, "top_k": top_k}
-    )
+    config = make_config(experts={"backend": backend, "num_no_ops": no_ops, "no_op_fraction": share, "top_k": top_k})
     routing = assert_matches_reference(config, make_layer(config, dtype), tokens(num_tokens, dtype), tolerance)
     assert routing.num_processed() + routing.num_no_op() == num_tokens * top_k
 
@@ -199,7 +197,10 @@ def test_capacity_drops_the_lowest_gates_and_of_equals_the_later_token(data):
     choices = [data.draw(st.permutations(range(4)))[:2] for _ in range(num_tokens)]
     gates = [[data.draw(st.integers(0, 3)) for _ in range(2)] for _ in range(num_tokens)]
     inside = within_capacity(
-        torch.tensor(choices, dtype=torch.int64).view(-1, 2), torch.tensor(gates, dtype=torch.float32).view(-1, 2), 4, capacity
+        torch.tensor(choices, dtype=torch.int64).view(-1, 2),
+        torch.tensor(gates, dtype=torch.float32).view(-1, 2),
+        4,
+        capacity,
     ).tolist()
     for column in range(4):
         wanting = sorted((-gates[t][k], t, k) for t in range(num_tokens) for k in range(2) if choices[t][k] == column)

@@ -82,9 +82,9 @@ class ModeTransformer(nn.Module):
         To be called once per optimizer step. Without `balance_bias` there is nothing to move.
         """
         for layer, block in enumerate(self.blocks):
-            router = getattr(block.body.feed_forward, "router", None)
-            if isinstance(router, BiasedExpertRouter):
-                router.move_bias(choice_counts[layer])
+            for module in block.modules():
+                if isinstance(module, BiasedExpertRouter):
+                    module.move_bias(choice_counts[layer])
 
     def _place(self, num_rows: int, length: int, documents: Tensor | None, x_BLD: Tensor) -> Placement:
         positions_1L = torch.arange(length, device=x_BLD.device).unsqueeze(0)
@@ -100,7 +100,9 @@ class ModeTransformer(nn.Module):
     def _check_input(self, input_ids: Tensor) -> None:
         longest = self.config.model.sequence_length
         if input_ids.ndim != 2 or input_ids.shape[1] < 1:
-            raise ValueError(f"input_ids has shape {tuple(input_ids.shape)}; it must be [rows, tokens] with tokens >= 1")
+            raise ValueError(
+                f"input_ids has shape {tuple(input_ids.shape)}; it must be [rows, tokens] with tokens >= 1"
+            )
         if input_ids.shape[1] > longest:
             raise ValueError(
                 f"input_ids has {input_ids.shape[1]} tokens a row, more than mode.model.sequence_length = {longest}; "

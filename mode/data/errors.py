@@ -1,0 +1,5 @@
+"""The error for data that cannot be used. It knows nothing of where data comes from."""
+
+
+class DataError(ValueError):
+    """The user's data is wrong or out of reach. One line that names the file and what to do."""

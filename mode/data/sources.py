@@ -1,0 +1,274 @@
+"""Where documents come from: the standard library's source files, local files, or a hub dataset.
+
+A source is a stream of texts in a fixed order, read anew each time it is asked for, so that nothing
+larger than a document is held in memory. What cannot be read is a `DataError` that names the file.
+
+This file knows nothing of tokens, splits or caches.
+"""
+
+from __future__ import annotations
+
+import codecs
+import glob
+import json
+import logging
+import os
+import sys
+import sysconfig
+import tempfile
+import tokenize
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from mode.config import DataConfig, FilesConfig, HubConfig
+from mode.data.errors import DataError
+
+READERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}  # `datasets`' names for them
+EXTENSIONS = (".txt", *READERS)
+
+# Folders of the standard library that are left out: installed packages are not part of it, tests are
+# missing from many installations, and `encodings` and `pydoc_data` hold generated tables.
+LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}
+
+
+class Source(Protocol):
+    """A stream of documents."""
+
+    @property
+    def name(self) -> str:
+        """What to call this source in a message."""
+
+    def identity(self) -> list[Any]:
+        """JSON values that change when the documents may have changed."""
+
+    def documents(self) -> Iterator[str]:
+        """Every document that is not empty, in an order that is always the same."""
+
+
+def open_source(config: DataConfig) -> Source:
+    """The source that the configuration names. Files are looked up now, and read later."""
+    if config.source == "files":
+        assert config.files is not None
+        return LocalFiles(find_files(config.files), config.files.text_column)
+    if config.source == "hub":
+        assert config.hub is not None
+        return HubDataset(config.hub)
+    return PythonStdlib(Path(sysconfig.get_paths()["stdlib"]))
+
+
+@dataclass(frozen=True)
+class PythonStdlib:
+    """The standard library's own source files: real text on every machine."""
+
+    root: Path
+
+    @property
+    def name(self) -> str:
+        return f"python_stdlib ({self.root})"
+
+    def paths(self) -> list[Path]:
+        found = []
+        for folder, subfolders, names in os.walk(self.root):
+            subfolders[:] = [name for name in subfolders if name not in LEFT_OUT]  # os.walk then passes them by
+            # _sysconfigdata holds the paths and compiler flags of the machine Python was built on
+            wanted = [name for name in names if name.endswith(".py") and not name.startswith("_sysconfigdata")]
+            found += [Path(folder, name) for name in wanted]
+        return sorted(found)
+
+    def identity(self) -> list[Any]:
+        return ["python_stdlib", sys.version, *file_identities(self.paths())]
+
+    def documents(self) -> Iterator[str]:
+        for path in self.paths():
+            try:
+                with tokenize.open(path) as file:  # honours a source file's own encoding line
+                    text = file.read()
+            except (OSError, SyntaxError, UnicodeDecodeError):
+                continue  # not the user's file, so not the user's error
+            if text:
+                yield text
+
+
+@dataclass(frozen=True)
+class LocalFiles:
+    """Text files, one document each, and tables of documents, one document per row."""
+
+    paths: tuple[Path, ...]
+    text_column: str
+
+    @property
+    def name(self) -> str:
+        more = f" and {len(self.paths) - 1} more files" if len(self.paths) > 1 else ""
+        return f"{self.paths[0]}{more}"
+
+    def identity(self) -> list[Any]:
+        return ["files", self.text_column, *file_identities(self.paths)]
+
+    def documents(self) -> Iterator[str]:
+        for path in self.paths:
+            if path.suffix.lower() == ".txt":
+                yield _read_text(path)
+            else:
+                yield from _read_table(path, self.text_column)
+
+
+@dataclass(frozen=True)
+class HubDataset:
+    """A dataset of the Hugging Face hub, downloaded once into Hugging Face's own cache.
+
+    Its identity is its name, not its revision: asking the hub for the revision would need the network
+    at every start, and could answer differently to two ranks.
+    """
+
+    config: HubConfig
+
+    @property
+    def name(self) -> str:
+        return f'hub dataset "{self.config.name}"'
+
+    def identity(self) -> list[Any]:
+        return ["hub", self.config.to_dict()]
+
+    def documents(self) -> Iterator[str]:
+        import datasets
+
+        try:
+            table = datasets.load_dataset(self.config.name, self.config.config, split=self.config.split)
+        except (ConnectionError, datasets.exceptions.DatasetNotFoundError) as error:
+            raise DataError(
+                f"{self.name}: cannot be reached ({_first_line(error)}); it needs network, or a copy in Hugging "
+                'Face\'s cache; "python_stdlib" and "files" work without'
+            ) from error
+        except (ValueError, RuntimeError, OSError) as error:
+            raise DataError(f"{self.name}: cannot be loaded: {_first_line(error)}") from error
+        _check_column(self.name, self.config.text_column, table.column_names)
+        for row, record in enumerate(table.select_columns([self.config.text_column])):
+            text = _check_text(record[self.config.text_column], f"{self.name}, row {row}")
+            if text:
+                yield text
+
+
+def find_files(config: FilesConfig) -> tuple[Path, ...]:
+    """The files that the paths and globs name: in the order given, sorted within a glob, each once."""
+    found: dict[Path, None] = {}  # a set that keeps its order
+    for pattern in config.paths:
+        expanded = Path(pattern).expanduser()
+        # a file whose own name holds a glob character is meant literally
+        names = [str(expanded)] if expanded.exists() else sorted(glob.glob(str(expanded), recursive=True))
+        paths = [Path(name).absolute() for name in names if Path(name).is_file()]
+        if not paths:
+            hint = f"; it is a folder, whose text files {pattern}/**/*.txt would name" if expanded.is_dir() else ""
+            raise DataError(f'{pattern}: no file matches this entry of "files.paths"{hint}')
+        found.update(dict.fromkeys(paths))
+    for path in found:
+        if path.suffix.lower() not in EXTENSIONS:
+            raise DataError(f'{path}: unknown extension "{path.suffix}"; it must be one of {", ".join(EXTENSIONS)}')
+        if path.stat().st_size == 0:
+            raise DataError(f"{path}: the file is empty")
+    return tuple(found)
+
+
+def file_identities(paths: tuple[Path, ...] | list[Path]) -> list[Any]:
+    """Path, size and time of change: enough to notice an edit without reading a large corpus."""
+    return [[str(path), path.stat().st_size, path.stat().st_mtime_ns] for path in paths]
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_bytes().decode("utf-8")  # not read_text, which would translate line endings
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise _undecodable(path, error.start) from None
+
+
+def _read_table(path: Path, text_column: str) -> Iterator[str]:
+    import datasets
+
+    # What `datasets` logs when a file cannot be read also comes back as an exception, with the file's name.
+    logging.getLogger("datasets").setLevel(logging.CRITICAL)
+    reader = READERS[path.suffix.lower()]
+    # Left to itself the reader takes "12" for a number, and "NA" or "null" for a missing value.
+    options = {"converters": {text_column: str}, "keep_default_na": False} if reader == "csv" else {}
+    found = False
+    with tempfile.TemporaryDirectory() as scratch:  # streaming keeps nothing there but lock files
+        try:
+            table = datasets.load_dataset(
+                reader, data_files=[glob.escape(str(path))], split="train", streaming=True, cache_dir=scratch, **options
+            )
+            for row, record in enumerate(table):
+                if row == 0:
+                    if any(column.startswith("__index_level_") for column in record):
+                        # pandas takes surplus fields at the start of a row for row names, and would lose text
+                        raise DataError(
+                            f"{path}: a row has more fields than the header has names; "
+                            "put text that holds commas into double quotes"
+                        )
+                    _check_column(str(path), text_column, list(record))
+                text = _check_text(record.get(text_column), f"{path}, row {row}")
+                if text:
+                    found = True
+                    yield text
+        except DataError:
+            raise
+        except Exception as error:  # pyarrow, pandas and datasets each raise their own
+            raise _unreadable(path, reader, error) from error
+    if not found:
+        raise DataError(f'{path}: no row holds text in column "{text_column}"')
+
+
+def _check_column(where: str, column: str, columns: list[str]) -> None:
+    if column not in columns:
+        raise DataError(f'{where}: there is no column "{column}"; the columns are: {", ".join(columns)}')
+
+
+def _check_text(value: Any, where: str) -> str:
+    """The document in one field of a table; empty where the field is null."""
+    if value is None:
+        return ""
+    if not isinstance(value, str):
+        raise DataError(f"{where}: the text column holds a {type(value).__name__}; it must hold text")
+    return value
+
+
+def _undecodable(path: Path, offset: int) -> DataError:
+    return DataError(f"{path}: the byte at offset {offset} is not UTF-8 text; convert the file to UTF-8")
+
+
+def _unreadable(path: Path, reader: str, error: Exception) -> DataError:
+    """The clearest message there is for a table that a library could not read."""
+    if isinstance(error, OSError):
+        return DataError(f"{path}: cannot be read: {error.strerror or _first_line(error)}")
+    if reader != "parquet":
+        offset = _first_bad_byte(path)
+        if offset is not None:
+            return _undecodable(path, offset)
+    if path.suffix.lower() == ".jsonl":
+        with path.open(encoding="utf-8-sig", newline="\n") as file:
+            for number, line in enumerate(file, start=1):
+                try:
+                    json.loads(line or "null")
+                except json.JSONDecodeError as problem:
+                    return DataError(f"{path}: line {number} is not valid JSON: {problem.msg}")
+    return DataError(f"{path}: cannot be read as {reader}: {_first_line(error)}")
+
+
+def _first_bad_byte(path: Path) -> int | None:
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    offset = 0  # of the first byte that the decoder has not turned into text yet
+    with path.open("rb") as file:
+        while True:
+            chunk = file.read(1 << 20)
+            try:
+                decoder.decode(chunk, final=not chunk)
+            except UnicodeDecodeError as error:
+                return offset + error.start
+            if not chunk:
+                return None
+            offset = file.tell() - len(decoder.getstate()[0])
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

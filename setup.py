@@ -1,0 +1,29 @@
+"""Packaging of `mode`. Tested versions are in constraints.txt; tool settings in pyproject.toml."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+setup(
+    name="deepspeed-mode",
+    version="0.1.0",
+    description="MoDE, Mixture-of-Depths-and-Experts, for DeepSpeed",
+    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.11",
+    packages=find_packages(include=["mode", "mode.*"]),
+    install_requires=[
+        "torch>=2.10",  # torch.nn.functional.grouped_mm
+        "deepspeed>=0.19.8,<0.20",  # the expert layer builds on internals of this series
+        "datasets>=3",
+        "tokenizers>=0.20",
+        "tensorboard>=2.16",
+        "numpy>=1.26",
+        "tqdm",
+    ],
+    extras_require={
+        "dev": ["pytest>=8", "hypothesis>=6", "ruff", "mypy"],
+        "megablocks": ["megablocks>=0.10"],
+    },
+)

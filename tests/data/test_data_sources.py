@@ -1,0 +1,228 @@
+"""Documents come in a fixed order, exactly as written, and what cannot be read is named."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import mode.config
+from mode.config import DataConfig, FilesConfig, HubConfig
+from mode.data import DataError
+from mode.data.sources import HubDataset, open_source
+
+TEXTS = ["first", "second\r\nline\twith \u00e9 \U0001f600", "12", "NA", '"quoted", with comma']
+
+
+def read(*paths: str | Path, text_column: str = "text") -> list[str]:
+    files = FilesConfig(paths=tuple(str(path) for path in paths), text_column=text_column)
+    return list(open_source(DataConfig(source="files", files=files)).documents())
+
+
+def error(*paths: str | Path, text_column: str = "text") -> str:
+    with pytest.raises(DataError) as raised:
+        read(*paths, text_column=text_column)
+    message = str(raised.value)
+    assert "\n" not in message
+    return message
+
+
+def write_table(path: Path, texts: list[Any]) -> Path:
+    import pandas
+
+    if path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps({"id": 1, "text": text}) + "\n" for text in texts), encoding="utf-8")
+    elif path.suffix == ".json":
+        path.write_text(json.dumps([{"id": 1, "text": text} for text in texts]), encoding="utf-8")
+    elif path.suffix == ".csv":
+        pandas.DataFrame({"id": 1, "text": texts}).to_csv(path, index=False)
+    else:
+        pandas.DataFrame({"id": 1, "text": texts}).to_parquet(path)
+    return path
+
+
+def test_a_text_file_is_one_document_with_its_own_line_endings(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(TEXTS[1].encode())
+    assert read(tmp_path / "a.txt") == [TEXTS[1]]
+
+
+@pytest.mark.parametrize("extension", ["jsonl", "json", "csv", "parquet"])
+def test_a_table_gives_one_document_per_row_exactly_as_written(tmp_path: Path, extension: str) -> None:
+    assert read(write_table(tmp_path / f"a.{extension}", TEXTS)) == TEXTS
+
+
+@pytest.mark.parametrize("extension", ["jsonl", "json", "csv", "parquet"])
+def test_rows_without_text_are_passed_by(tmp_path: Path, extension: str) -> None:
+    assert read(write_table(tmp_path / f"a.{extension}", ["one", None, "", "two"])) == ["one", "two"]
+
+
+def test_a_table_larger_than_one_chunk_is_read_whole_and_in_order(tmp_path: Path) -> None:
+    texts = [f"document {number} " + "x" * 200 for number in range(60_000)]
+    assert read(write_table(tmp_path / "a.jsonl", texts)) == texts
+
+
+def test_local_tables_need_no_network_and_leave_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("a connection was attempted")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    path = write_table(tmp_path / "a.jsonl", TEXTS)
+    assert read(path) == TEXTS
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_globs_are_sorted_and_a_file_named_twice_is_read_once(tmp_path: Path) -> None:
+    (tmp_path / "deep").mkdir()
+    for name in ("b.txt", "a.txt", "deep/c.txt", "note[1].txt"):
+        (tmp_path / name).write_text(name)
+    assert read(tmp_path / "b.txt", tmp_path / "**/*.txt") == ["b.txt", "a.txt", "deep/c.txt", "note[1].txt"]
+    assert read(tmp_path / "note[1].txt") == ["note[1].txt"]
+
+
+def test_a_table_whose_name_holds_glob_characters_is_read(tmp_path: Path) -> None:
+    assert read(write_table(tmp_path / "a[1]*.jsonl", ["one"])) == ["one"]
+
+
+def test_a_glob_without_matches_is_named(tmp_path: Path) -> None:
+    assert f'{tmp_path}/*.txt: no file matches this entry of "files.paths"' in error(tmp_path / "*.txt")
+
+
+def test_a_folder_given_for_a_file_is_explained(tmp_path: Path) -> None:
+    assert re.search(r"no file matches.*it is a folder, whose text files .*\*\*/\*\.txt would name", error(tmp_path))
+
+
+@pytest.mark.parametrize("extension", ["txt", "jsonl", "json", "csv", "parquet"])
+def test_an_empty_file_is_named(tmp_path: Path, extension: str) -> None:
+    path = tmp_path / f"a.{extension}"
+    path.touch()
+    assert error(path) == f"{path}: the file is empty"
+
+
+@pytest.mark.parametrize(("name", "content"), [("a.jsonl", "\n"), ("a.json", "[]"), ("a.csv", "id,text\n")])
+def test_a_table_without_rows_is_named(tmp_path: Path, name: str, content: str) -> None:
+    (tmp_path / name).write_text(content)
+    assert error(tmp_path / name) == f'{tmp_path / name}: no row holds text in column "text"'
+
+
+@pytest.mark.parametrize("extension", ["jsonl", "json", "csv", "parquet"])
+def test_a_missing_column_is_named_beside_the_columns_there_are(tmp_path: Path, extension: str) -> None:
+    path = write_table(tmp_path / f"a.{extension}", TEXTS)
+    assert error(path, text_column="body") == f'{path}: there is no column "body"; the columns are: id, text'
+
+
+@pytest.mark.parametrize("extension", ["jsonl", "json", "parquet"])
+def test_a_column_that_holds_no_text_is_named_with_its_row(tmp_path: Path, extension: str) -> None:
+    path = write_table(tmp_path / f"a.{extension}", [1, 2])
+    assert error(path) == f"{path}, row 0: the text column holds a int; it must hold text"
+
+
+@pytest.mark.parametrize("extension", ["txt", "jsonl", "json", "csv"])
+def test_undecodable_bytes_are_named_with_their_offset(tmp_path: Path, extension: str) -> None:
+    content = {
+        "txt": b"good \xc3\xa9 then \xff bad",
+        "jsonl": b'{"text": "good"}\n{"text": "\xff"}\n',
+        "json": b'[{"text": "good"}, {"text": "\xff"}]',
+        "csv": b"id,text\n1,good\n2,\xff\n",
+    }[extension]
+    path = tmp_path / f"a.{extension}"
+    path.write_bytes(content)
+    assert f"{path}: the byte at offset {content.index(0xFF)} is not UTF-8 text" in error(path)
+
+
+def test_the_offset_of_an_undecodable_byte_is_right_deep_in_a_large_table(tmp_path: Path) -> None:
+    # characters of three bytes, so that one lies across the border of two chunks
+    content = b'{"text": "' + "\u20ac".encode() * 700_000 + b'"}\n{"text": "\xe2\x82"}\n'
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(content)
+    assert f"the byte at offset {content.rindex(0xE2)} is not UTF-8 text" in error(path)
+
+
+def test_an_unknown_extension_is_named_beside_the_known_ones(tmp_path: Path) -> None:
+    (tmp_path / "a.pdf").write_text("x")
+    expected = 'a.pdf: unknown extension ".pdf"; it must be one of .txt, .jsonl, .json, .csv, .parquet'
+    assert error(tmp_path / "a.pdf").endswith(expected)
+
+
+def test_a_broken_line_of_jsonl_is_named_by_its_number(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n{"text": "b\n')
+    assert f"{tmp_path}/a.jsonl: line 2 is not valid JSON" in error(tmp_path / "a.jsonl")
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.parquet"])
+def test_a_table_of_another_format_is_named(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("[this is neither")
+    assert f"{tmp_path / name}: cannot be read as {name[2:]}: " in error(tmp_path / name)
+
+
+@pytest.mark.parametrize("content", ["text\none, two\nthree\n", "text\none, two, three\n", "id,text\n1,one, two\n"])
+def test_unquoted_commas_in_csv_are_an_error_and_not_lost_text(tmp_path: Path, content: str) -> None:
+    (tmp_path / "a.csv").write_text(content)
+    message = error(tmp_path / "a.csv")
+    assert f"{tmp_path / 'a.csv'}: a row has more fields than the header has names" in message
+
+
+def test_the_standard_library_gives_the_same_python_files_every_time() -> None:
+    source = open_source(DataConfig())
+    documents = list(source.documents())
+    assert documents == list(source.documents())
+    assert source.identity() == open_source(DataConfig()).identity()
+    assert len(documents) > 100 and all(documents)
+    assert any("class OrderedDict" in document for document in documents)
+
+
+def test_an_edit_changes_the_identity_of_files(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("one")
+    config = DataConfig(source="files", files=FilesConfig(paths=(str(path),)))
+    before = open_source(config).identity()
+    assert open_source(config).identity() == before
+    path.write_text("one more")
+    assert open_source(config).identity() != before
+
+
+def test_a_hub_dataset_is_read_by_name_config_split_and_column(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    asked = []
+
+    def load(*names: str, split: str) -> datasets.Dataset:
+        asked.append((*names, split))
+        return datasets.Dataset.from_dict({"id": [1, 2, 3], "body": ["one", None, "two"]})
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    source = HubDataset(HubConfig(name="some/data", config="small", split="test", text_column="body"))
+    assert list(source.documents()) == ["one", "two"]
+    assert asked == [("some/data", "small", "test")]
+    with pytest.raises(
+        DataError, match='hub dataset "some/data": there is no column "text"; the columns are: id, body'
+    ):
+        list(HubDataset(HubConfig(name="some/data")).documents())
+
+
+def test_a_hub_out_of_reach_is_a_clear_error(tmp_path: Path) -> None:
+    # in a process of its own: the libraries read this variable when they are imported
+    code = (
+        "from mode.config import HubConfig\n"
+        "from mode.data.errors import DataError\n"
+        "from mode.data.sources import HubDataset\n"
+        "from mode.data.tokenizer import pretrained_tokenizer\n"
+        "for act in (lambda: list(HubDataset(HubConfig(name='no/such')).documents()),\n"
+        "            lambda: pretrained_tokenizer('no/such')):\n"
+        "    try: act()\n"
+        "    except DataError as error: print(error)\n"
+    )
+    root = str(Path(mode.config.__file__).parents[1])
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "PYTHONPATH": root}
+    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    dataset, tokenizer = result.stdout.splitlines()
+    assert dataset.startswith('hub dataset "no/such": cannot be reached (')
+    assert dataset.endswith('"python_stdlib" and "files" work without')
+    assert 'tokenizer "no/such": there is no such file or folder, and the Hugging Face hub cannot provide' in tokenizer

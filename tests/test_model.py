@@ -1,0 +1,213 @@
+"""The whole model: determinism, checkpointing, layout-independent weights, and routing under training."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from mode.model.initialise import initialise
+from mode.model.transformer import ModeTransformer
+from mode.moe.experts import Experts
+from tests.helpers import make_config
+
+IDS = torch.randint(40, (3, 16), generator=torch.Generator().manual_seed(0))
+NO_OPS = {"num_no_ops": 1, "no_op_fraction": 0.25}
+KINDS = {
+    "dense": {},
+    "moe": {"experts": {"balance_loss": {}}},
+    "mod": {"depth": {"predictor": {"width": 8}}},
+    "staged": {"experts": {}, "depth": {"predictor": {"width": 8}}},
+    "integrated": {"experts": {**NO_OPS, "balance_loss": {}, "backend": "grouped_mm"}},
+    "both": {"experts": {**NO_OPS, "balance_loss": {}, "capacity_factor": 0.5}, "depth": {"aux_loss": {}}},
+    "stochastic": {"depth": {"selection": "stochastic", "gate": "one"}},
+    "token choice": {"depth": {"selection": "token_choice", "balance_weight": 0.1}, "experts": {}},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_evaluation_twice_is_bit_equal(kind):
+    model = ModeTransformer(make_config(**KINDS[kind])).eval()
+    first, second = model(IDS, labels=IDS), model(IDS, labels=IDS)
+    assert torch.equal(first.logits, second.logits) and torch.equal(first.loss, second.loss)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_checkpointing_keeps_routes_loss_gradients_and_counts(kind):
+    plain = ModeTransformer(make_config(**KINDS[kind]))
+    checkpointed = ModeTransformer(make_config(model={"activation_checkpointing": True}, **KINDS[kind]))
+    results = []
+    for model in (plain, checkpointed):
+        out = model(IDS, labels=IDS)
+        out.loss.backward()
+        results.append((model, out))
+    (_, first), (_, second) = results
+    assert torch.equal(first.loss, second.loss)
+    assert [record.counts() for record in first.routing] == [record.counts() for record in second.routing]
+    for a, b in zip(first.routing, second.routing, strict=True):
+        if a.depth is not None:
+            assert torch.equal(a.depth.kept_BS, b.depth.kept_BS)
+        if a.experts is not None:
+            assert torch.equal(a.experts.choices_TK, b.experts.choices_TK)
+    for (name, p), q in zip(plain.named_parameters(), checkpointed.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad), name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_parameter_gets_a_finite_gradient(kind):
+    model = ModeTransformer(make_config(**KINDS[kind]))
+    model(IDS, labels=IDS).loss.backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None and parameter.grad.isfinite().all(), name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_dtypes_stay(kind):
+    model = ModeTransformer(make_config(**KINDS[kind])).bfloat16()
+    out = model(IDS, labels=IDS)
+    out.loss.backward()
+    assert out.logits.dtype == torch.bfloat16 and out.loss.dtype == torch.float32
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert all(record.depth is None or record.depth.logits_BL.dtype == torch.float32 for record in out.routing)
+
+
+@pytest.mark.parametrize("kind", ["dense", "moe", "integrated"])
+def test_without_depth_routing_the_future_does_not_change_the_past(kind):
+    model = ModeTransformer(make_config(**KINDS[kind])).eval()
+    changed = IDS.clone()
+    changed[:, 10:] = (changed[:, 10:] + 1) % 40
+    torch.testing.assert_close(model(IDS).logits[:, :10], model(changed).logits[:, :10])
+    assert not torch.equal(model(IDS).logits[:, 10:], model(changed).logits[:, 10:])
+
+
+def test_documents_do_not_see_each_other():
+    model = ModeTransformer(make_config(**KINDS["moe"])).eval()
+    documents = torch.tensor([[0] * 6 + [1] * 10] * 3)
+    changed = IDS.clone()
+    changed[:, :6] = (changed[:, :6] + 1) % 40
+    first, second = model(IDS, documents=documents), model(changed, documents=documents)
+    torch.testing.assert_close(first.logits[:, 6:], second.logits[:, 6:])
+
+
+def test_stochastic_routing_follows_the_sample_keys():
+    model = ModeTransformer(make_config(**KINDS["stochastic"]))
+    keys = torch.tensor([11, 12, 13])
+    kept = model(IDS, sample_keys=keys).routing[1].depth.kept_BS
+    again = model(IDS[[2, 0]], sample_keys=keys[[2, 0]]).routing[1].depth.kept_BS
+    assert torch.equal(kept[[2, 0]], again)
+    assert not torch.equal(kept, model(IDS, sample_keys=keys + 100).routing[1].depth.kept_BS)
+
+
+def test_initial_weights_do_not_depend_on_what_else_was_drawn_or_on_other_features():
+    torch.manual_seed(1)
+    first = ModeTransformer(make_config(**KINDS["both"])).state_dict()
+    torch.manual_seed(2)
+    torch.randn(1000)
+    second = ModeTransformer(make_config(**KINDS["both"])).state_dict()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    other_seed = ModeTransformer(make_config(**KINDS["both"], seed=5)).state_dict()
+    assert not torch.equal(first["embedding.weight"], other_seed["embedding.weight"])
+    staged = ModeTransformer(make_config(**KINDS["staged"])).state_dict()
+    assert torch.equal(first["blocks.1.body.attention.qkv.weight"], staged["blocks.1.body.attention.qkv.weight"])
+
+
+def test_an_expert_draws_the_same_weights_whichever_rank_holds_it():
+    config = make_config(experts={})
+    whole, half = ModeTransformer(config), ModeTransformer(config)
+    for block in half.blocks:
+        block.body.feed_forward.experts = Experts(2, 16, 24, "loop", first=2)
+    initialise(half, config)
+    for mine, theirs in zip(half.blocks, whole.blocks, strict=True):
+        for part in ("w1", "w2", "w3"):
+            held, all_of_them = (getattr(block.body.feed_forward.experts, part) for block in (mine, theirs))
+            assert torch.equal(held, all_of_them[2:])
+
+
+def test_initial_scale_keeps_the_stream_and_the_loss_sane():
+    config = make_config(model={"num_layers": 8, "width": 64, "vocab_size": 512}, depth={}, experts={})
+    ids = torch.randint(512, (4, 16), generator=torch.Generator().manual_seed(0))
+    out = ModeTransformer(config)(ids, labels=ids)
+    assert out.losses["cross_entropy"].item() == pytest.approx(torch.tensor(512.0).log().item(), rel=0.03)
+
+
+def test_a_tied_head_shares_the_embedding_and_an_untied_one_does_not():
+    tied, untied = (ModeTransformer(make_config(model={"tied_head": tied})) for tied in (True, False))
+    assert tied.head.weight is tied.embedding.weight
+    assert untied.head.weight is not untied.embedding.weight
+    assert not torch.equal(untied.head.weight, untied.embedding.weight)
+
+
+def test_a_row_that_is_too_long_or_no_row_at_all_is_a_clear_error():
+    model = ModeTransformer(make_config())
+    with pytest.raises(ValueError, match="17 tokens a row, more than mode.model.sequence_length = 16"):
+        model(torch.zeros(1, 17, dtype=torch.int64))
+    with pytest.raises(ValueError, match=r"shape \(16,\)"):
+        model(torch.zeros(16, dtype=torch.int64))
+
+
+def test_a_single_token_works():
+    for kind in KINDS.values():
+        out = ModeTransformer(make_config(**kind)).eval()(torch.tensor([[3]]))
+        assert out.logits.shape == (1, 1, 40) and out.logits.isfinite().all()
+
+
+def markov_rows(num_rows: int, length: int, generator: torch.Generator, table: torch.Tensor) -> torch.Tensor:
+    """Sequences in which each token has two possible successors."""
+    columns = [torch.randint(40, (num_rows,), generator=generator)]
+    while len(columns) < length:
+        pick = torch.randint(2, (num_rows,), generator=generator)
+        columns.append(table[columns[-1], pick])
+    return torch.stack(columns, dim=1)
+
+
+def train(config, steps: int) -> tuple[torch.Tensor, list[float]]:
+    """A short real training run: (each layer's no-op share over the last 40 steps, all losses)."""
+    model = ModeTransformer(config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    generator = torch.Generator().manual_seed(0)
+    table = torch.randint(40, (40, 2), generator=generator)
+    shares, losses = [], []
+    for _ in range(steps):
+        ids = markov_rows(512 // config.model.sequence_length, config.model.sequence_length, generator, table)
+        out = model(ids, labels=ids)
+        optimizer.zero_grad()
+        out.loss.backward()
+        optimizer.step()
+        model.move_biases({record.layer: record.experts.choice_counts_J() for record in out.routing})
+        shares.append(
+            [(record.experts.num_no_op() / record.experts.choices_TK.numel()).item() for record in out.routing]
+        )
+        losses.append(out.losses["cross_entropy"].item())
+    return torch.tensor(shares[-40:]).mean(dim=0), losses
+
+
+@pytest.mark.parametrize("top_k", [1, 2])
+@pytest.mark.parametrize(
+    "controller",
+    [
+        {"balance_loss": {"weight": 0.3, "scope": "sequence"}},
+        {"balance_loss": {"weight": 0.5, "scope": "global"}},
+        {"balance_bias": {"rate": 0.1}},
+    ],
+    ids=["loss per sequence", "loss over the batch", "bias"],
+)
+@pytest.mark.parametrize("target", [0.25, 0.5])
+def test_either_controller_brings_the_no_op_share_within_two_points_of_the_target(target, controller, top_k):
+    experts = {"num_no_ops": 2, "no_op_fraction": target, "top_k": top_k, "backend": "grouped_mm", **controller}
+    shares, losses = train(make_config(model={"sequence_length": 128}, experts=experts), steps=300)
+    assert (shares - target).abs().max() < 0.02, shares
+    assert losses[-1] < losses[0] - 1, "the model learns meanwhile"
+
+
+def test_the_plain_model_imports_no_deepspeed():
+    code = (
+        "import sys, torch\n"
+        "from mode import ModeTransformer\n"
+        "from tests.helpers import make_config\n"
+        "ModeTransformer(make_config(experts={}, depth={}))(torch.zeros(1, 4, dtype=torch.int64))\n"
+        "assert not [name for name in sys.modules if name.split('.')[0] in ('deepspeed', 'megablocks', 'datasets')]"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parent.parent)
