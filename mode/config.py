@@ -432,6 +432,26 @@ def read_json(path: str | Path) -> Any:
         raise ConfigError("file", f"is not usable JSON: {error}") from None
 
 
+def override(document: Any, setting: str) -> None:
+    """Applies `a.b.c=value` to a parsed JSON file. The value is JSON where it can be read so, else text."""
+    path, equals, written = setting.partition("=")
+    keys = path.split(".")
+    if not equals or not all(keys):
+        raise ConfigError("--set", f"is {show(setting)}; it must look like mode.train.steps=20")
+    try:
+        value = json.loads(written)
+    except (ValueError, RecursionError):
+        value = written
+    here = document
+    for depth, key in enumerate(keys[:-1]):
+        if isinstance(here, dict) and here.get(key) is None:
+            here[key] = {}
+        here = here[key] if isinstance(here, dict) else None
+        if not isinstance(here, dict):
+            raise ConfigError("--set", f"{setting}: {'.'.join(keys[: depth + 1])} is {show(here)}, not a JSON object")
+    here[keys[-1]] = value
+
+
 def run_config_from_dict(document: Any) -> RunConfig:
     """The parsed JSON file, split into our section and DeepSpeed's settings, both checked."""
     if not isinstance(document, dict):

@@ -1,11 +1,15 @@
 """Depth routers: which tokens of a sequence a block processes, and with which gate (paper eq. 1).
 
-Each router maps x_BLD to a `DepthRouting`. Knows nothing of the block it routes for.
+Each router maps x_BLD to a `DepthRouting`, in two ways: `forward` as in training, where a token competes
+with its whole sequence, and `causal`, where each token decides for itself, for sampling and causal
+evaluation. Knows nothing of the block it routes for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+
+import statistics
 
 import torch
 from torch import Tensor, nn
@@ -86,6 +90,13 @@ class LearnedRouter(nn.Module):
         predicted_BL = None if self.predictor is None else self.predictor(x_BLD)
         return DepthRouting(logits_BL, kept_BS, gates_BS, None, predicted_BL)
 
+    def causal(self, x_BLD: Tensor, sample_keys_B: Tensor) -> DepthRouting:
+        """Kept where the predictor, or without one the router itself, says so. The gate is still the router's."""
+        logits_BL = self.scorer(x_BLD)
+        predicted_BL = None if self.predictor is None else self.predictor(x_BLD)
+        keep_BL = (logits_BL if predicted_BL is None else predicted_BL) > 0
+        return _ragged(logits_BL, keep_BL, self.gate, predicted_BL)
+
 
 class StochasticRouter(nn.Module):
     """The paper's control: top-k of Gaussian noise. Owns no parameters."""
@@ -100,6 +111,13 @@ class StochasticRouter(nn.Module):
         noise_BL = keyed_noise(sample_keys_B, self.seed, self.layer, x_BLD.shape[1])
         kept_BS = largest(noise_BL, depth_capacity(self.capacity_fraction, x_BLD.shape[1]))
         return DepthRouting(noise_BL, kept_BS, self.gate(noise_BL.gather(1, kept_BS)), None, None)
+
+    def causal(self, x_BLD: Tensor, sample_keys_B: Tensor) -> DepthRouting:
+        """Kept where the noise is above the level that the capacity fraction of all noise exceeds."""
+        noise_BL = keyed_noise(sample_keys_B, self.seed, self.layer, x_BLD.shape[1])
+        above = 1 - self.capacity_fraction
+        level = statistics.NormalDist().inv_cdf(above) if above > 0 else float("-inf")
+        return _ragged(noise_BL, noise_BL > level, self.gate, None)
 
 
 class TokenChoiceRouter(nn.Module):
@@ -118,11 +136,25 @@ class TokenChoiceRouter(nn.Module):
         logits_BL = self.scorer(x_BLD)
         allowed_BS = largest(logits_BL, depth_capacity(self.capacity_fraction, x_BLD.shape[1]))
         allowed_BL = torch.zeros_like(logits_BL, dtype=torch.bool).scatter(1, allowed_BS, True)
-        kept_BS, valid_BS = pack(allowed_BL & (logits_BL > 0))
-        return DepthRouting(logits_BL, kept_BS, self.gate(logits_BL.gather(1, kept_BS)), valid_BS, None)
+        return _ragged(logits_BL, allowed_BL & (logits_BL > 0), self.gate, None)
+
+    def causal(self, x_BLD: Tensor, sample_keys_B: Tensor) -> DepthRouting:
+        """The same decision without the capacity, which looks at the whole sequence."""
+        logits_BL = self.scorer(x_BLD)
+        return _ragged(logits_BL, logits_BL > 0, self.gate, None)
 
 
-def build_depth_router(config: DepthConfig, width: int, seed: int, layer: int) -> nn.Module:
+def _ragged(
+    logits_BL: Tensor, keep_BL: Tensor, gate: Callable[[Tensor], Tensor], predicted_BL: Tensor | None
+) -> DepthRouting:
+    kept_BS, valid_BS = pack(keep_BL)
+    return DepthRouting(logits_BL, kept_BS, gate(logits_BL.gather(1, kept_BS)), valid_BS, predicted_BL)
+
+
+DepthRouter = LearnedRouter | StochasticRouter | TokenChoiceRouter
+
+
+def build_depth_router(config: DepthConfig, width: int, seed: int, layer: int) -> DepthRouter:
     if config.selection == "stochastic":
         return StochasticRouter(config, seed, layer)
     return (LearnedRouter if config.selection == "learned" else TokenChoiceRouter)(config, width)

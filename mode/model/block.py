@@ -55,7 +55,9 @@ class Block(nn.Module):
         self.layer = layer
         self.body = BlockBody(config)
 
-    def forward(self, x_BLD: Tensor, placement: Placement, sample_keys_B: Tensor) -> tuple[Tensor, BlockRouting]:
+    def forward(
+        self, x_BLD: Tensor, placement: Placement, sample_keys_B: Tensor, causal: bool = False
+    ) -> tuple[Tensor, BlockRouting]:
         update_BLD, experts = self.body(x_BLD, placement)
         return x_BLD + update_BLD, BlockRouting(self.layer, placement, None, experts)
 
@@ -70,8 +72,11 @@ class DepthRoutedBlock(nn.Module):
         self.router = build_depth_router(config.depth, config.model.width, config.seed, layer)
         self.body = BlockBody(config)
 
-    def forward(self, x_BLD: Tensor, placement: Placement, sample_keys_B: Tensor) -> tuple[Tensor, BlockRouting]:
-        depth = self.router(x_BLD, sample_keys_B)
+    def forward(
+        self, x_BLD: Tensor, placement: Placement, sample_keys_B: Tensor, causal: bool = False
+    ) -> tuple[Tensor, BlockRouting]:
+        route = self.router.causal if causal else self.router
+        depth = route(x_BLD, sample_keys_B)
         kept = placement.take(depth.kept_BS, depth.valid_BS)
         update_BSD, experts = self.body(gather_tokens(x_BLD, depth.kept_BS), kept)
         gated_BSD = (depth.gates_BS.unsqueeze(-1) * update_BSD).to(x_BLD.dtype)

@@ -53,12 +53,15 @@ class ModeTransformer(nn.Module):
         *,
         documents: Tensor | None = None,
         sample_keys: Tensor | None = None,
+        causal: bool = False,
     ) -> ModeOutput:
         """Logits for every position and, given labels, the losses.
 
         `labels` are aligned with `input_ids` (usually the same tensor): position i is scored on label
         i + 1, and labels of -100 are left out. `documents` [B, L] numbers the documents packed into a
         row; tokens see their own only. `sample_keys` [B] keys the noise of stochastic routing.
+        `causal` lets every token decide its depth routing for itself, as it must in sampling; training and
+        top-k evaluation compare the tokens of a sequence, future ones included.
         """
         self._check_input(input_ids)
         num_rows, length = input_ids.shape
@@ -68,7 +71,7 @@ class ModeTransformer(nn.Module):
         placement = self._place(num_rows, length, documents, x_BLD)
         routing = []
         for block in self.blocks:
-            x_BLD, record = self.run_block(block, x_BLD, placement, sample_keys)
+            x_BLD, record = self.run_block(block, x_BLD, placement, sample_keys, causal)
             routing.append(record)
         logits_BLV = self.head(self.norm(x_BLD))
         if labels is None:

@@ -1,0 +1,165 @@
+"""Checkpoints that are complete or absent.
+
+DeepSpeed writes into `step_N.incomplete`. When every rank has finished, a manifest with the size and
+checksum of every file is added, the folder is renamed to `step_N`, and only then `latest` is replaced,
+by renaming too. Killed at any moment, a save leaves the one before it untouched. A checkpoint whose
+files do not match its manifest is passed over for the one before, with a warning.
+
+Knows nothing of what the trainer keeps in a checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import sys
+import zlib
+from pathlib import Path
+from typing import Any
+
+from torch import distributed
+
+from mode.section import ConfigError
+from mode.training.stops import SaveFailed
+
+MANIFEST = "manifest.json"
+STEP = re.compile(r"step_(\d{8})")
+
+
+def save_checkpoint(
+    engine: Any, folder: Path, step: int, state: dict[str, Any], keep_last: int, run: dict[str, Any]
+) -> Path:
+    """Writes `folder/step_N`, points `latest` at it and deletes all but the newest `keep_last`.
+
+    `state` comes back from `load_checkpoint`; `run` says whose checkpoint it is and can be read without loading.
+    """
+    name = f"step_{step:08d}"
+    incomplete, final = folder / f"{name}.incomplete", folder / name
+    rank = distributed.get_rank()
+    try:
+        if rank == 0:
+            shutil.rmtree(incomplete, ignore_errors=True)
+        distributed.barrier()
+        engine.save_checkpoint(str(folder), tag=incomplete.name, client_state=state, save_latest=False)
+        distributed.barrier()  # every rank's files are written
+        checksums = _checksums(incomplete, _files(incomplete))
+        if rank == 0:
+            _write(incomplete / MANIFEST, json.dumps({"step": step, "run": run, "files": checksums}, indent=1))
+            shutil.rmtree(final, ignore_errors=True)
+            incomplete.rename(final)
+            _write(folder / "latest", name)
+            for old in complete_checkpoints(folder)[:-keep_last]:
+                shutil.rmtree(old, ignore_errors=True)
+    except (OSError, RuntimeError) as error:
+        shutil.rmtree(incomplete, ignore_errors=True)
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise SaveFailed(
+            f"the checkpoint of step {step} could not be written to {folder}: {reason}. The one before it is "
+            "untouched; make room and resume"
+        ) from error
+    distributed.barrier()
+    return final
+
+
+def complete_checkpoints(folder: Path) -> list[Path]:
+    """The finished checkpoints of a run, oldest first."""
+    found = [path for path in folder.glob("step_*") if STEP.fullmatch(path.name) and (path / MANIFEST).is_file()]
+    return sorted(found, key=step_of)
+
+
+def step_of(checkpoint: Path) -> int:
+    match = STEP.fullmatch(checkpoint.name)
+    assert match is not None
+    return int(match.group(1))
+
+
+def find_checkpoint(resume: str, folder: Path) -> Path | None:
+    """What to resume from: `never`, `auto` (the newest that is whole, if any) or a path. Same on every rank."""
+    if resume == "never":
+        return None
+    if resume == "auto":
+        for checkpoint in reversed(complete_checkpoints(folder)):
+            damage = _damage(checkpoint)
+            if damage is None:
+                return checkpoint
+            if distributed.get_rank() == 0:
+                print(f"warning: {checkpoint} is damaged ({damage}); trying the one before", file=sys.stderr)
+        return None
+    path = Path(resume)
+    if not STEP.fullmatch(path.name) and (path / "checkpoints").is_dir():
+        path = path / "checkpoints"
+    if not STEP.fullmatch(path.name) and path.is_dir():
+        candidates = complete_checkpoints(path)
+        if not candidates:
+            raise ConfigError("--resume", f"{resume} holds no complete checkpoint (a folder named step_N)")
+        path = candidates[-1]
+    if not (path / MANIFEST).is_file():
+        raise ConfigError("--resume", f"{resume} is not a complete checkpoint; it must be a folder named step_N, or a run")
+    damage = _damage(path)
+    if damage is not None:
+        raise ConfigError("--resume", f"{path} is damaged: {damage}; name another, or use --resume auto")
+    return path
+
+
+def run_of(checkpoint: Path) -> dict[str, Any]:
+    """What `save_checkpoint` was told about the run."""
+    return dict(json.loads((checkpoint / MANIFEST).read_text())["run"])
+
+
+def load_checkpoint(engine: Any, checkpoint: Path) -> dict[str, Any]:
+    """Restores the engine and returns the state that was saved with it."""
+    path, state = engine.load_checkpoint(str(checkpoint.parent), tag=checkpoint.name)
+    if path is None:
+        raise ConfigError("--resume", f"DeepSpeed could not load {checkpoint}")
+    return dict(state)
+
+
+def _files(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+def _checksums(folder: Path, files: list[str]) -> dict[str, list[int]]:
+    """{file: [size, crc32]}; the ranks share the reading."""
+    rank, world_size = distributed.get_rank(), distributed.get_world_size()
+    mine = {name: _checksum(folder / name) for name in files[rank::world_size]}
+    parts: list[Any] = [None] * world_size
+    distributed.all_gather_object(parts, mine)
+    return {name: value for part in parts for name, value in part.items()}
+
+
+def _checksum(path: Path) -> list[int]:
+    """[size, crc32], or [-1, 0] where the file cannot be read."""
+    checksum = size = 0
+    try:
+        with path.open("rb") as file:
+            while chunk := file.read(1 << 22):
+                checksum, size = zlib.crc32(chunk, checksum), size + len(chunk)
+    except OSError:
+        return [-1, 0]
+    return [size, checksum]
+
+
+def _damage(checkpoint: Path) -> str | None:
+    """What is wrong with a checkpoint's files, or None. A collective."""
+    try:
+        expected = json.loads((checkpoint / MANIFEST).read_text())["files"]
+        names = sorted(expected)
+    except (OSError, ValueError, KeyError, TypeError):
+        expected, names = {}, []  # every rank reads the same manifest, so every rank sees the same
+    if not names:
+        return "its manifest is unreadable"
+    actual = _checksums(checkpoint, names)
+    wrong = [name for name in names if actual[name] != expected[name]]
+    return f"{wrong[0]} does not match the manifest" if wrong else None
+
+
+def _write(path: Path, text: str) -> None:
+    """Replaces a file at once: readers see the old text or the new, never a part."""
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)

@@ -1,0 +1,94 @@
+"""Building the DeepSpeed engine: the one place that calls `deepspeed.initialize`."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import socket
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.utils import logger as deepspeed_logger
+
+from mode import accounting
+from mode.config import ConfigError, RunConfig
+from mode.model.transformer import ModeTransformer
+
+MONITORS = ("tensorboard", "csv_monitor", "wandb", "comet")
+WARMUP_SHARE = 0.1  # of the steps, where the scheduler's warm-up is "auto"
+
+
+def start_process_group() -> None:
+    """Joins the launcher's process group; alone, when started as plain `python train.py`."""
+    deepspeed_logger.setLevel(logging.WARNING)
+    if "RANK" not in os.environ:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        alone = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        os.environ.update({name: str(value) for name, value in alone.items()})
+    deepspeed.init_distributed(dist_backend=get_accelerator().communication_backend_name(), verbose=False)
+
+
+def num_steps(run: RunConfig, world_size: int) -> int:
+    """The length of the run in optimizer steps, from whichever of steps, tokens and flops is set."""
+    train, (micro, accumulation) = run.mode.train, run.engine.batch_layout(world_size)
+    if train.steps is not None:
+        return train.steps
+    rows = micro * accumulation * world_size
+    if train.tokens is not None:
+        return max(1, round(train.tokens / (rows * run.mode.model.sequence_length)))
+    assert train.flops is not None
+    return max(1, round(train.flops / step_flops(run, world_size)))
+
+
+def step_flops(run: RunConfig, world_size: int) -> int:
+    """The FLOPs an optimizer step is expected to take, over all ranks."""
+    micro, accumulation = run.engine.batch_layout(world_size)
+    counts = accounting.expected_counts(run.mode, micro)
+    return accounting.model_flops(run.mode, counts).training * accumulation * world_size
+
+
+def engine_settings(run: RunConfig, world_size: int) -> dict[str, Any]:
+    """DeepSpeed's part of the configuration with every "auto" filled in. Monitors are ours to write to."""
+    settings = copy.deepcopy(run.deepspeed)
+    for name in MONITORS:
+        settings.pop(name, None)
+    micro, accumulation = run.engine.batch_layout(world_size)
+    settings["train_micro_batch_size_per_gpu"], settings["gradient_accumulation_steps"] = micro, accumulation
+    settings["train_batch_size"] = micro * accumulation * world_size
+    steps = num_steps(run, world_size)
+    automatic = {"total_num_steps": steps, "warmup_num_steps": max(1, round(WARMUP_SHARE * steps))}
+    scheduler = settings.get("scheduler", {}).get("params", {})
+    for name, value in automatic.items():
+        if scheduler.get(name) == "auto":
+            scheduler[name] = value
+    return settings
+
+
+def build_engine(run: RunConfig, model: ModeTransformer, world_size: int) -> Any:
+    """The engine around `model`, on this rank's device."""
+    settings = engine_settings(run, world_size)
+    if "optimizer" not in settings:
+        raise ConfigError("optimizer", 'is missing; it must be a DeepSpeed optimizer section, such as {"type": "AdamW"}')
+    engine, _, _, _ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=settings)
+    return engine
+
+
+def device() -> torch.device:
+    return torch.device(get_accelerator().current_device_name())
+
+
+# Dense bf16 / fp16 tensor-core peaks by the start of the device's name, for MFU.
+PEAK_FLOPS = {"NVIDIA H100": 989e12, "NVIDIA H200": 989e12, "NVIDIA A100": 312e12, "NVIDIA B200": 2250e12}
+
+
+def peak_flops(precision: str) -> float | None:
+    """FLOP/s of one device where known: half precision on the listed GPUs."""
+    if precision == "fp32" or not torch.cuda.is_available():
+        return None
+    name = torch.cuda.get_device_name()
+    return next((peak for start, peak in PEAK_FLOPS.items() if name.startswith(start)), None)

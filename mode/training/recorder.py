@@ -1,0 +1,131 @@
+"""What a run writes down while it trains: `metrics.jsonl` and, through DeepSpeed's monitor, TensorBoard,
+CSV, W&B or Comet. On rank 0; on the others every method does nothing.
+
+After a resume both continue as if there had been no interruption: what was logged after the checkpoint
+is taken out first.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.monitor.config import get_monitor_config
+from deepspeed.monitor.monitor import MonitorMaster
+from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
+from torch import Tensor
+from torch.utils.tensorboard.summary import hparams
+
+from mode.training.engine import MONITORS
+
+BY_TOKENS, BY_FLOPS = "loss_by_tokens/", "loss_by_flops/"  # tags whose x axis is tokens or training GFLOPs
+
+
+class Recorder:
+    def __init__(self, run_dir: Path, settings: Mapping[str, Any], rank: int, position: Mapping[str, int]) -> None:
+        """`settings` are DeepSpeed's; `position` holds the step, tokens and flops the run continues from."""
+        self.file = run_dir / "metrics.jsonl"
+        self.active = rank == 0
+        monitors = {name: dict(settings[name]) for name in MONITORS if name in settings}
+        board = monitors.get("tensorboard", {})
+        if not board.get("output_path"):  # DeepSpeed joins the two: the events land in the run directory itself
+            board |= {"output_path": str(run_dir.parent), "job_name": run_dir.name}
+        if self.active:
+            run_dir.mkdir(parents=True, exist_ok=True)
+            _prune_metrics(self.file, position["step"])
+            if board.get("enabled"):
+                _prune_events(Path(board["output_path"]) / board["job_name"], position)
+        if "tensorboard" in monitors:
+            monitors["tensorboard"] = board
+        self.monitor = MonitorMaster(get_monitor_config(monitors))
+        tensorboard = self.monitor.tb_monitor
+        self.board = tensorboard.summary_writer if tensorboard is not None else None
+
+    def write(self, position: Mapping[str, int], values: Mapping[str, float]) -> None:
+        """One line of metrics and one event per value, at full precision."""
+        if not self.active:
+            return
+        with self.file.open("a") as file:
+            file.write(json.dumps({**position, **values}) + "\n")
+        events = [(tag, value, position["step"]) for tag, value in values.items()]
+        for tag in ("train", "val"):
+            if f"loss/{tag}" in values:
+                loss = values[f"loss/{tag}"]
+                events.append((f"{BY_TOKENS}{tag}", loss, position["tokens"]))
+                events.append((f"{BY_FLOPS}{tag}", loss, position["flops"] // 10**9))
+        self.monitor.write_events(events)
+
+    def write_histogram(self, tag: str, values: Tensor, step: int) -> None:
+        if self.board is not None:
+            self.board.add_histogram(tag, values.detach().float().cpu(), step)
+
+    def write_decisions(self, work_XL: Tensor, step: int) -> None:
+        """Tokens across, blocks upward; dark where a block worked, white where it was skipped."""
+        if self.board is None:
+            return
+        light, dark = torch.tensor([1.0, 1.0, 1.0]), torch.tensor([0.03, 0.19, 0.42])
+        image = light + work_XL.flip(0).unsqueeze(-1) * (dark - light)
+        image = image.repeat_interleave(12, dim=0).repeat_interleave(4, dim=1)
+        image[11::12] = 0.85  # a line between blocks
+        self.board.add_image("routing/decisions", image, step, dataformats="HWC")
+
+    def write_text(self, tag: str, text: str, step: int) -> None:
+        if self.board is not None:
+            self.board.add_text(tag, "    " + text.replace("\n", "\n    "), step)
+
+    def write_hparams(self, settings: Mapping[str, Any]) -> None:
+        """So that TensorBoard can filter and group runs; into the run itself, not a run of its own."""
+        if self.board is None:
+            return
+        plain = {name: value if isinstance(value, bool | int | float | str) else str(value) for name, value in settings.items()}
+        for summary in hparams(plain, {"loss/val": 0.0}):
+            self.board.file_writer.add_summary(summary)
+
+    def close(self) -> None:
+        if self.board is not None:
+            self.board.close()
+
+
+def _prune_metrics(file: Path, step: int) -> None:
+    """Drops lines after `step`, and a last line that was cut off by a crash."""
+    if not file.exists():
+        return
+    kept = []
+    for line in file.read_text().splitlines():
+        try:
+            if json.loads(line)["step"] <= step:
+                kept.append(line + "\n")
+        except (ValueError, KeyError):
+            continue
+    temporary = file.with_suffix(".tmp")
+    temporary.write_text("".join(kept))
+    temporary.replace(file)
+
+
+def _prune_events(folder: Path, position: Mapping[str, int]) -> None:
+    """Rewrites the event files without what was logged after `position`.
+
+    TensorBoard's own way, a purge step, knows one x axis per run; ours are steps, tokens and GFLOPs.
+    """
+    limits = {BY_TOKENS: position["tokens"], BY_FLOPS: position["flops"] // 10**9}
+    files = sorted(folder.glob("events.out.tfevents.*"))
+    if not files or position["step"] == 0:
+        for file in files:
+            file.unlink()
+        return
+    writer = EventFileWriter(str(folder), filename_suffix=".resumed")
+    for file in files:
+        for event in EventFileLoader(str(file)).Load():
+            if not event.HasField("summary"):
+                continue
+            tag = event.summary.value[0].tag if event.summary.value else ""
+            limit = next((limit for start, limit in limits.items() if tag.startswith(start)), position["step"])
+            if event.step <= limit:
+                writer.add_event(event)
+    writer.close()
+    for file in files:
+        file.unlink()

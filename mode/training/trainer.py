@@ -1,0 +1,341 @@
+"""The training loop: one function per thing that happens in a step.
+
+Nothing is remembered between steps but parameters, optimizer, scheduler and the position (step, tokens,
+FLOPs); those are what a checkpoint holds, so a resumed run repeats the uninterrupted one to the bit.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+
+from mode.config import ConfigError, RunConfig
+from mode.data import PackedData, TrainLoader, bigram_loss, spread_rows
+from mode.generation.uncached import generate_uncached
+from mode.model.transformer import ModeOutput, ModeTransformer
+from mode.training import checkpoint as checkpoints
+from mode.training.console import Console, plan_table, table
+from mode.training.engine import MONITORS, build_engine, device, engine_settings, num_steps, peak_flops
+from mode.training.evaluate import Evaluation, evaluate, model_inputs
+from mode.training.metrics import CHOICES, counted_flops, decision_image, routing_figures, routing_sums
+from mode.training.recorder import Recorder
+from mode.training.stops import NotFinite, StepGuard, StopSignal, Verdict, first_bad_block
+
+SAMPLE_PROMPT_TOKENS, SAMPLE_NEW_TOKENS = 24, 72
+
+
+@dataclass(frozen=True)
+class Summary:
+    """How a run ended."""
+
+    finished: bool  # False: stopped early, to be resumed
+    step: int
+    val_loss: float | None
+
+
+class Trainer:
+    """Everything of one run on this rank."""
+
+    def __init__(self, run: RunConfig, data: PackedData, run_dir: Path, resume: str) -> None:
+        self.run, self.data, self.run_dir = run, data, run_dir
+        self.config = run.mode
+        self.rank, self.world_size = distributed.get_rank(), distributed.get_world_size()
+        self.micro_rows, self.num_micros = run.engine.batch_layout(self.world_size)
+        self.global_rows = self.micro_rows * self.num_micros * self.world_size
+        self.num_steps = num_steps(run, self.world_size)
+        self.device = device()
+        self.end_of_text = data.tokenizer.end_of_text if self.config.data.document_masking else None
+        self.loader = TrainLoader(
+            data.train.rows, global_batch_size=self.global_rows, seed=self.config.seed, end_of_text=self.end_of_text
+        )
+        found = checkpoints.find_checkpoint(resume, run_dir / "checkpoints")
+        if found is not None:
+            _check_same_run(found, self.identity())
+        self.engine = build_engine(run, ModeTransformer(self.config), self.world_size)
+        self.position = {"step": 0, "tokens": 0, "flops": 0}
+        if found is not None:
+            self._restore(found)
+        self.guard = StepGuard(self.model, self.device, watch_gradients=run.engine.precision != "fp16")
+        self.recorder = Recorder(run_dir, run.deepspeed, self.rank, self.position)
+        self.console = Console(self.position["step"], self.num_steps, active=self.rank == 0)
+        self.peak_flops = peak_flops(run.engine.precision)
+        self.saved_at = self.position["step"] if found is not None else None
+        self._describe(found)
+
+    @property
+    def model(self) -> ModeTransformer:
+        return self.engine.module  # type: ignore[no-any-return]
+
+    def identity(self) -> dict[str, Any]:
+        """What must not change between the parts of one run, because it would be another run."""
+        mode = self.config.to_dict()
+        mode.pop("train")
+        mode.pop("description")
+        mode["model"].pop("activation_checkpointing")
+        mode["data"].pop("cache_dir")
+        if mode["experts"] is not None:
+            mode["experts"].pop("backend")
+            mode["experts"].pop("ep_size")
+        return {"mode": mode, "train_batch_size": self.global_rows}
+
+    # ---- the loop ----
+
+    def train(self) -> Summary:
+        stop_signal = StopSignal()
+        train = self.config.train
+        last = min(self.num_steps, train.stop_after or self.num_steps)
+        self._start_clock()
+        while self.position["step"] < last:
+            values, interrupted = self._step(stop_signal)
+            step = self.position["step"]
+            self.console.advance()
+            ends = interrupted or step >= last
+            if step % train.eval_every == 0 or step == self.num_steps:
+                values = {**(values or {}), **self._evaluate()}
+            if values:
+                self.recorder.write(self.position, values)
+                self.console.report(step, values)
+            if step % train.save_every == 0 or ends:
+                self._save()
+            if interrupted:
+                break
+        return self._finish()
+
+    def _step(self, stop_signal: StopSignal) -> tuple[dict[str, float] | None, bool]:
+        """One optimizer step: (what to log, if this step is logged; whether a rank was asked to stop)."""
+        step = self.position["step"]
+        sums: Tensor | None = None
+        terms: Tensor | None = None
+        for micro in range(self.num_micros):
+            batch = self.loader.batch(
+                step, rank=self.rank, world_size=self.world_size, micro=micro, num_micros=self.num_micros
+            )
+            inputs = model_inputs(batch, self.device)
+            out: ModeOutput = self.engine(**inputs, labels=inputs["input_ids"])
+            assert out.loss is not None
+            self.engine.backward(out.loss)
+            self.guard.see_loss(out.loss)
+            found = torch.stack([out.loss.detach(), *(term.detach() for term in out.losses.values())]).double()
+            terms = found if terms is None else terms + found
+            step_sums = routing_sums(self.config, out.routing)
+            sums = step_sums if sums is None else sums + step_sums
+            if micro == self.num_micros - 1:
+                verdict = self.guard.verdict(stop_signal.received)
+                self._refuse_what_is_not_finite(verdict, inputs)
+                lr = self.engine.get_lr()[0]
+            self.engine.step()
+        assert sums is not None and terms is not None
+        distributed.all_reduce(sums)
+        self.model.move_biases(dict(enumerate(sums[:, CHOICES:])))
+        listed = sums.tolist()
+        self.position = {
+            "step": step + 1,
+            "tokens": self.position["tokens"] + self.global_rows * self.config.model.sequence_length,
+            "flops": self.position["flops"] + counted_flops(self.config, self.global_rows, listed),
+        }
+        if (step + 1) % self.config.train.log_every and step + 1 != self.num_steps:
+            return None, verdict.stop
+        distributed.all_reduce(terms)
+        names = ["total", *out.losses]
+        losses = dict(zip(names, (terms / (self.num_micros * self.world_size)).tolist(), strict=True))
+        values = {"loss/train": losses.pop("cross_entropy"), **{f"loss/{name}": v for name, v in losses.items()}}
+        values["optim/lr"] = lr
+        norm = self.engine.get_global_grad_norm()
+        if norm is not None:
+            values["optim/grad_norm"] = float(norm)
+        values |= self._performance()
+        detailed = self.config.train.monitor == "detailed"
+        values |= routing_figures(self.config, listed, detailed)
+        if detailed:
+            self._write_histograms(out)
+        return values, verdict.stop
+
+    def _refuse_what_is_not_finite(self, verdict: Verdict, inputs: dict[str, Tensor | None]) -> None:
+        if not verdict.bad_loss_ranks and not verdict.bad_groups:
+            return
+        step = self.position["step"] + 1
+        if verdict.bad_loss_ranks:
+            where = first_bad_block(self.model, inputs)  # every rank runs it: a forward pass can be a collective
+            places: list[Any] = [None] * self.world_size
+            distributed.all_gather_object(places, where)
+            ranks = verdict.bad_loss_ranks
+            what = "; ".join(f"the loss of rank {rank} is not finite, first seen in {places[rank]}" for rank in ranks)
+        else:
+            what = "; ".join(
+                f"the gradient of rank {rank} is not finite in {', '.join(groups)}"
+                for rank, groups in verdict.bad_groups.items()
+            )
+        kept = checkpoints.complete_checkpoints(self.run_dir / "checkpoints")
+        good = f"the last good checkpoint is {kept[-1]}" if kept else "there is no checkpoint yet"
+        raise NotFinite(
+            f"step {step}: {what}. No weight was changed by this step; {good}. "
+            "A lower learning rate, a longer warm-up or a smaller gradient_clipping may help"
+        )
+
+    # ---- evaluation, saving, logging ----
+
+    def _evaluate(self) -> dict[str, float]:
+        started = time.perf_counter()
+        result = self._validation_loss()
+        if self.rank == 0:
+            self.recorder.write_decisions(decision_image(result.routing, row=0), self.position["step"])
+        self.clock_start += time.perf_counter() - started
+        return {"loss/val": result.loss}
+
+    def _validation_loss(self) -> Evaluation:
+        return evaluate(
+            self.engine,
+            self.data.validation,
+            num_rows=self.config.train.eval_sequences,
+            batch_size=self.micro_rows,
+            end_of_text=self.end_of_text,
+            device=self.device,
+        )
+
+    def _save(self) -> None:
+        started = time.perf_counter()
+        state = {"position": self.position, "rng": torch.get_rng_state()}
+        checkpoints.save_checkpoint(
+            self.engine,
+            self.run_dir / "checkpoints",
+            self.position["step"],
+            state,
+            self.config.train.keep_last,
+            self.identity(),
+        )
+        self.saved_at = self.position["step"]
+        self.clock_start += time.perf_counter() - started
+
+    def _restore(self, found: Path) -> None:
+        state = checkpoints.load_checkpoint(self.engine, found)
+        self.position = dict(state["position"])
+        torch.set_rng_state(state["rng"])
+
+    def _start_clock(self) -> None:
+        self.started = self.clock_start = time.perf_counter()
+        self.clock_position = self.position
+
+    def _performance(self) -> dict[str, float]:
+        """Since the last call; evaluation and saving are left out."""
+        now = time.perf_counter()
+        seconds = now - self.clock_start
+        done = {name: self.position[name] - self.clock_position[name] for name in self.position}
+        self.clock_start, self.clock_position = now, self.position
+        values = {
+            "perf/tokens_per_second": done["tokens"] / seconds,
+            "perf/flops_per_second": done["flops"] / seconds,
+            "perf/step_seconds": seconds / done["step"],
+        }
+        if self.peak_flops is not None:
+            values["perf/mfu"] = done["flops"] / seconds / (self.peak_flops * self.world_size)
+        return values
+
+    def _write_histograms(self, out: ModeOutput) -> None:
+        for record in out.routing:
+            if record.depth is not None:
+                tag = f"histogram/depth_logits/block_{record.layer}"
+                self.recorder.write_histogram(tag, record.depth.logits_BL, self.position["step"])
+            if record.experts is not None:
+                tag = f"histogram/tokens_per_expert/block_{record.layer}"
+                self.recorder.write_histogram(tag, record.experts.processed_counts_E(), self.position["step"])
+
+    # ---- what the user reads ----
+
+    def _describe(self, found: Path | None) -> None:
+        if self.rank == 0:
+            settings = {**engine_settings(self.run, self.world_size), "mode": self.config.to_dict()}
+            settings |= {name: self.run.deepspeed[name] for name in MONITORS if name in self.run.deepspeed}
+            self.run_dir.mkdir(parents=True, exist_ok=True)
+            (self.run_dir / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
+            self.data.tokenizer.save(self.run_dir / "tokenizer")
+            self.recorder.write_hparams(_flat(self.config.to_dict()))
+        counts = self.data.train.counts
+        self.console.note(f"{self.config.description}\n")
+        self.console.note(plan_table(self.run, self.world_size))
+        self.console.note(
+            f"  data             {self.data.source}: {counts.num_tokens:,} training tokens in "
+            f"{counts.num_documents:,} documents\n  run directory    {self.run_dir}"
+        )
+        start = "starting at step 0" if found is None else f"resuming from {found} at step {self.position['step']}"
+        self.console.note(f"  {start}\n")
+
+    def _finish(self) -> Summary:
+        """Evaluates, samples and prints the closing table; the state of the run is saved already."""
+        seconds = time.perf_counter() - self.started
+        self.console.close()
+        finished = self.position["step"] >= self.num_steps
+        if not finished:
+            self.console.note(f"\nstopped at step {self.position['step']} of {self.num_steps}; the state is saved.")
+            self.console.note(self._commands())
+            self.recorder.close()
+            return Summary(False, self.position["step"], None)
+        loss = self._validation_loss().loss
+        sample = self._sample()
+        self.recorder.write_text("sample", sample, self.position["step"])
+        self.recorder.close()
+        if self.rank == 0:
+            self.console.note(f"\n{self._closing_table(loss, seconds)}\n\nsample:\n{sample}\n\n{self._commands()}")
+        return Summary(True, self.position["step"], loss)
+
+    def _closing_table(self, loss: float, seconds: float) -> str:
+        validation = self.data.validation
+        rows = spread_rows(validation.rows, self.config.train.eval_sequences)
+        bigram = bigram_loss(self.data.train.rows.reshape(-1), rows, self.config.model.vocab_size)
+        train = _last_value(self.run_dir / "metrics.jsonl", "loss/train")
+        return table(
+            [
+                ("train loss", f"{train:.4f}" if train is not None else "not logged"),
+                ("validation loss", f"{loss:.4f}  (a bigram model: {bigram:.4f})"),
+                ("perplexity", f"{math.exp(min(loss, 700)):.2f}"),
+                ("bits per byte", f"{loss / math.log(2) / validation.bytes_per_token:.4f}"),
+                ("tokens", f"{self.position['tokens']:,}"),
+                ("training FLOPs", f"{self.position['flops']:.4e}"),
+                ("time", f"{seconds:.0f} s"),
+            ]
+        )
+
+    def _sample(self) -> str:
+        prompt = torch.from_numpy(self.data.validation.rows[:1, :SAMPLE_PROMPT_TOKENS].astype("int64")).to(self.device)
+        generator = torch.Generator(self.device).manual_seed(self.config.seed)
+        ids = generate_uncached(self.model, prompt, SAMPLE_NEW_TOKENS, temperature=0.8, generator=generator)
+        return self.data.tokenizer.decode(ids[0].tolist())
+
+    def _commands(self) -> str:
+        return (
+            f"compare runs: tensorboard --logdir {self.run_dir.parent}\n"
+            f"resume:       deepspeed train.py --deepspeed_config {self.run_dir / 'config.json'} "
+            f"--output_dir {self.run_dir} --resume auto"
+        )
+
+
+def _check_same_run(found: Path, identity: dict[str, Any]) -> None:
+    """A checkpoint of another model, corpus or batch is refused, naming the first difference."""
+    saved = _flat(checkpoints.run_of(found))
+    for path, value in _flat(identity).items():
+        if saved.get(path, value) != value:
+            raise ConfigError(
+                path,
+                f"is {value!r} but {saved[path]!r} in {found}; set it back, or start afresh with "
+                "--resume never or another --output_dir",
+            )
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"a.b": value} of nested dictionaries."""
+    flat: dict[str, Any] = {}
+    for name, value in tree.items():
+        path = f"{prefix}{name}"
+        flat |= _flat(value, f"{path}.") if isinstance(value, dict) else {path: value}
+    return flat
+
+
+def _last_value(metrics: Path, tag: str) -> float | None:
+    lines = metrics.read_text().splitlines() if metrics.exists() else []
+    return next((row[tag] for row in map(json.loads, reversed(lines)) if tag in row), None)

@@ -1,0 +1,105 @@
+"""Trains a MoE, MoD or MoDE language model on DeepSpeed.
+
+    deepspeed train.py --deepspeed_config ds_configs/mode.json
+
+Also runs as `python train.py ...`, as a single process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--deepspeed_config",
+        required=True,
+        metavar="FILE",
+        help='a DeepSpeed JSON file with a "mode" section; see ds_configs/',
+    )
+    parser.add_argument(
+        "--output_dir",
+        metavar="DIR",
+        help="where the run's config, metrics, TensorBoard events and checkpoints go (default: runs/<job name>, "
+        "the job name being tensorboard.job_name or the config file's name)",
+    )
+    parser.add_argument(
+        "--resume",
+        default="auto",
+        metavar="auto|never|PATH",
+        help="auto: continue from the newest whole checkpoint of the output directory, if there is one (default); "
+        "never: start afresh, replacing what is there; PATH: a checkpoint, or another run's directory",
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="PATH=VALUE",
+        help="override any value of the JSON by its dotted path, for example --set mode.train.steps=20; repeatable",
+    )
+    parser.add_argument("--dry_run", action="store_true", help="print the resolved config, the plan and the layout; exit")
+    parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)  # the launcher passes it
+    return parser.parse_args()
+
+
+def share_the_cores() -> None:
+    """Threads = cores / ranks on this machine, unless the user chose. Must come before torch is imported."""
+    ranks = int(os.environ.get("LOCAL_SIZE", "1"))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
+
+
+def main() -> int:
+    arguments = parse_arguments()
+    share_the_cores()
+    from mode.config import ConfigError, override, read_json, run_config_from_dict
+
+    try:
+        document = read_json(arguments.deepspeed_config)
+        for setting in arguments.set:
+            override(document, setting)
+        run = run_config_from_dict(document)
+    except ConfigError as error:
+        return fail(str(error.in_file(arguments.deepspeed_config)), 2)
+
+    from mode.data import DataError, prepare_data
+    from mode.training import stops
+    from mode.training.console import plan_table
+    from mode.training.engine import engine_settings, start_process_group
+    from mode.training.trainer import Trainer
+
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    rank = int(os.environ.get("RANK", "0"))
+    job_name = run.deepspeed.get("tensorboard", {}).get("job_name") or Path(arguments.deepspeed_config).stem
+    run_dir = Path(arguments.output_dir or Path("runs") / job_name)
+    try:
+        if arguments.dry_run:
+            if rank == 0:
+                resolved = {**engine_settings(run, world_size), "mode": run.mode.to_dict()}
+                print(json.dumps(resolved, indent=2) + "\n\n" + plan_table(run, world_size))
+            return 0
+        data = prepare_data(run.mode, quiet=rank != 0)
+        start_process_group()
+        summary = Trainer(run, data, run_dir, arguments.resume).train()
+    except (ConfigError, DataError) as error:
+        return fail(str(error), stops.EXIT_BAD_INPUT)
+    except stops.NotFinite as error:
+        return fail(str(error), stops.EXIT_NOT_FINITE)
+    except stops.SaveFailed as error:
+        return fail(str(error), stops.EXIT_SAVE_FAILED)
+    planned = run.mode.train.stop_after is not None and summary.step >= run.mode.train.stop_after
+    return 0 if summary.finished or planned else stops.EXIT_INTERRUPTED
+
+
+def fail(message: str, code: int) -> int:
+    if os.environ.get("RANK", "0") == "0":
+        print(f"error: {message}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
