@@ -20,6 +20,8 @@ setup(
         "tokenizers>=0.20",
         "tensorboard>=2.16",
         "numpy>=1.26",
+        "filelock",
+        "huggingface_hub",
         "tqdm",
     ],
     extras_require={

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 
-def parse_arguments() -> argparse.Namespace:
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--deepspeed_config",
@@ -44,7 +44,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--dry_run", action="store_true", help="print the resolved config, the plan and the layout; exit")
     parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)  # the launcher passes it
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
 def share_the_cores() -> None:
@@ -53,8 +53,8 @@ def share_the_cores() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
 
 
-def main() -> int:
-    arguments = parse_arguments()
+def main(command_line: list[str] | None = None) -> int:
+    arguments = parse_arguments(command_line)
     share_the_cores()
     from mode.config import ConfigError, override, read_json, run_config_from_dict
 

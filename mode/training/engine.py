@@ -21,9 +21,17 @@ MONITORS = ("tensorboard", "csv_monitor", "wandb", "comet")
 WARMUP_SHARE = 0.1  # of the steps, where the scheduler's warm-up is "auto"
 
 
+def _is_news(record: logging.LogRecord) -> bool:
+    """DeepSpeed warns at every start that its own scheduler has not started yet."""
+    return "before it has started" not in record.getMessage()
+
+
 def start_process_group() -> None:
     """Joins the launcher's process group; alone, when started as plain `python train.py`."""
     deepspeed_logger.setLevel(logging.WARNING)
+    deepspeed_logger.addFilter(_is_news)
+    # On CPUs DeepSpeed would compile a shared-memory all-reduce at the first start: a run needs no compiler.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if "RANK" not in os.environ:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))

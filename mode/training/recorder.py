@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from deepspeed.monitor.config import get_monitor_config
 from deepspeed.monitor.monitor import MonitorMaster
-from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
+from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 from torch import Tensor
 from torch.utils.tensorboard.summary import hparams
@@ -26,8 +27,8 @@ BY_TOKENS, BY_FLOPS = "loss_by_tokens/", "loss_by_flops/"  # tags whose x axis i
 
 
 class Recorder:
-    def __init__(self, run_dir: Path, settings: Mapping[str, Any], rank: int, position: Mapping[str, int]) -> None:
-        """`settings` are DeepSpeed's; `position` holds the step, tokens and flops the run continues from."""
+    def __init__(self, run_dir: Path, settings: Mapping[str, Any], rank: int, last_step: int) -> None:
+        """`settings` are DeepSpeed's; `last_step` is where the run continues from."""
         self.file = run_dir / "metrics.jsonl"
         self.active = rank == 0
         monitors = {name: dict(settings[name]) for name in MONITORS if name in settings}
@@ -36,9 +37,9 @@ class Recorder:
             board |= {"output_path": str(run_dir.parent), "job_name": run_dir.name}
         if self.active:
             run_dir.mkdir(parents=True, exist_ok=True)
-            _prune_metrics(self.file, position["step"])
+            _prune_metrics(self.file, last_step)
             if board.get("enabled"):
-                _prune_events(Path(board["output_path"]) / board["job_name"], position)
+                _prune_events(Path(board["output_path"]) / board["job_name"], last_step)
         if "tensorboard" in monitors:
             monitors["tensorboard"] = board
         self.monitor = MonitorMaster(get_monitor_config(monitors))
@@ -106,25 +107,29 @@ def _prune_metrics(file: Path, step: int) -> None:
     temporary.replace(file)
 
 
-def _prune_events(folder: Path, position: Mapping[str, int]) -> None:
-    """Rewrites the event files without what was logged after `position`.
+def _prune_events(folder: Path, last_step: int) -> None:
+    """Rewrites the event files without what was logged after `last_step`.
 
-    TensorBoard's own way, a purge step, knows one x axis per run; ours are steps, tokens and GFLOPs.
+    TensorBoard's own way, a purge step, knows one x axis per run; ours are steps, tokens and GFLOPs. The
+    events of one `write` stand together, so those by tokens and GFLOPs go with the step before them.
     """
-    limits = {BY_TOKENS: position["tokens"], BY_FLOPS: position["flops"] // 10**9}
     files = sorted(folder.glob("events.out.tfevents.*"))
-    if not files or position["step"] == 0:
+    if not files or last_step == 0:
         for file in files:
             file.unlink()
         return
     writer = EventFileWriter(str(folder), filename_suffix=".resumed")
+    step, seen = 0, set()  # a crash in the middle of this function leaves every event twice
     for file in files:
-        for event in EventFileLoader(str(file)).Load():
-            if not event.HasField("summary"):
+        for record in RawEventFileLoader(str(file)).Load():
+            if record in seen:
                 continue
-            tag = event.summary.value[0].tag if event.summary.value else ""
-            limit = next((limit for start, limit in limits.items() if tag.startswith(start)), position["step"])
-            if event.step <= limit:
+            seen.add(record)
+            event = Event.FromString(record)
+            tags = [value.tag for value in event.summary.value]
+            if not any(tag.startswith((BY_TOKENS, BY_FLOPS)) for tag in tags):
+                step = event.step
+            if tags and step <= last_step:
                 writer.add_event(event)
     writer.close()
     for file in files:

@@ -63,7 +63,7 @@ class Trainer:
         if found is not None:
             self._restore(found)
         self.guard = StepGuard(self.model, self.device, watch_gradients=run.engine.precision != "fp16")
-        self.recorder = Recorder(run_dir, run.deepspeed, self.rank, self.position)
+        self.recorder = Recorder(run_dir, run.deepspeed, self.rank, self.position["step"])
         self.console = Console(self.position["step"], self.num_steps, active=self.rank == 0)
         self.peak_flops = peak_flops(run.engine.precision)
         self.saved_at = self.position["step"] if found is not None else None
@@ -255,7 +255,8 @@ class Trainer:
             self.run_dir.mkdir(parents=True, exist_ok=True)
             (self.run_dir / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
             self.data.tokenizer.save(self.run_dir / "tokenizer")
-            self.recorder.write_hparams(_flat(self.config.to_dict()))
+            if found is None:
+                self.recorder.write_hparams(_flat(self.config.to_dict()))
         counts = self.data.train.counts
         self.console.note(f"{self.config.description}\n")
         self.console.note(plan_table(self.run, self.world_size))
