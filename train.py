@@ -42,7 +42,9 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         metavar="PATH=VALUE",
         help="override any value of the JSON by its dotted path, for example --set mode.train.steps=20; repeatable",
     )
-    parser.add_argument("--dry_run", action="store_true", help="print the resolved config, the plan and the layout; exit")
+    parser.add_argument(
+        "--dry_run", action="store_true", help="print the resolved config, the plan and the layout; exit"
+    )
     parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)  # the launcher passes it
     return parser.parse_args(arguments)
 

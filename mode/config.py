@@ -36,7 +36,7 @@ class ModelConfig(Section):
     sequence_length: int = integer(low=2)
     rope_theta: float = number(10_000.0, above=0)
     norm_eps: float = number(1e-5, above=0)
-    init_std: float = number(0.02, above=0)
+    router_std: float = number(0.02, above=0)  # of the routers' initial weights
     tied_head: bool = flag(True)
     activation_checkpointing: bool = flag(False)
 

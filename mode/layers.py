@@ -12,6 +12,21 @@ def at_least_float32(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
+class Float32Linear(nn.Module):
+    """A linear map computed in float32 whatever the model's precision; for routers.
+
+    A module of its own that returns a tensor: ZeRO-3 gathers a module's parameters for backward only if it
+    finds tensors among the module's outputs, and a router's output is a record.
+    """
+
+    def __init__(self, width: int, out_width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(out_width, width))
+
+    def forward(self, x_XD: Tensor) -> Tensor:
+        return F.linear(at_least_float32(x_XD), at_least_float32(self.weight))
+
+
 class SwiGLU(nn.Module):
     """The gated feed-forward: w2 (silu(w1 x) * w3 x)."""
 

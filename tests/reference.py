@@ -73,7 +73,7 @@ def moe(layer: nn.Module, config: ModeConfig, x_TD: list[Tensor]) -> list[Tensor
     bias = getattr(router, "bias_J", torch.zeros(experts.num_columns))
     choices: list[list[tuple[int, Tensor]]] = []
     for x_D in x_TD:
-        logits = router.weight @ x_D
+        logits = router.scorer.weight @ x_D
         scores = torch.exp(logits) / torch.exp(logits).sum()
         ranked = sorted(range(experts.num_columns), key=lambda j: (-(logits[j] + bias[j]).item(), j))
         columns = ranked[: experts.top_k]

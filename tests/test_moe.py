@@ -113,7 +113,7 @@ def test_no_ops_own_no_parameters_but_their_router_row():
     with_no_ops = make_layer(make_config(experts={"num_no_ops": 3, "no_op_fraction": 0.5}), torch.float32)
     sizes = {name: parameter.shape for name, parameter in plain.named_parameters()}
     grown = {name: parameter.shape for name, parameter in with_no_ops.named_parameters()}
-    assert sizes.pop("router.weight") == (4, 16) and grown.pop("router.weight") == (7, 16)
+    assert sizes.pop("router.scorer.weight") == (4, 16) and grown.pop("router.scorer.weight") == (7, 16)
     assert sizes == grown
 
 

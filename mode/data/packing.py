@@ -44,7 +44,7 @@ from mode.data.tokenizer import (
     train_bpe,
 )
 
-FORMAT = 1  # raise it when the same inputs would give other files
+FORMAT = 2  # raise it when the same inputs would give other files
 SPLITS = ("train", "validation")
 TOKENIZER_CHARACTERS = 1 << 28  # of training text that a BPE is trained on; more would not change it much
 BATCH_CHARACTERS = 1 << 20  # encoded at a time: enough to keep every core busy

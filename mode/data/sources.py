@@ -27,6 +27,7 @@ from mode.data.errors import DataError
 
 READERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}  # `datasets`' names for them
 EXTENSIONS = (".txt", *READERS)
+LONG_TEXT = 1 << 15  # characters: a longer text file is cut into documents
 
 # Folders of the standard library that are left out: installed packages are not part of it, tests are
 # missing from many installations, and `encodings` and `pydoc_data` hold generated tables.
@@ -93,7 +94,7 @@ class PythonStdlib:
 
 @dataclass(frozen=True)
 class LocalFiles:
-    """Text files, one document each, and tables of documents, one document per row."""
+    """Text files, one document each unless long, and tables of documents, one document per row."""
 
     paths: tuple[Path, ...]
     text_column: str
@@ -109,9 +110,27 @@ class LocalFiles:
     def documents(self) -> Iterator[str]:
         for path in self.paths:
             if path.suffix.lower() == ".txt":
-                yield _read_text(path)
+                yield from cut_long_text(_read_text(path))
             else:
                 yield from _read_table(path, self.text_column)
+
+
+def cut_long_text(text: str) -> Iterator[str]:
+    """A text as documents of at most `LONG_TEXT` characters, cut between paragraphs, else lines, else words.
+
+    A corpus is often one large text file; as one document it could not be split for validation.
+    """
+    start = 0
+    while len(text) - start > LONG_TEXT:
+        end = start + LONG_TEXT
+        for separator in ("\n\n", "\n", " "):
+            found = text.rfind(separator, start + LONG_TEXT // 2, end)
+            if found >= 0:
+                end = found + len(separator)
+                break
+        yield text[start:end]
+        start = end
+    yield text[start:]
 
 
 @dataclass(frozen=True)

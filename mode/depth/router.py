@@ -7,9 +7,8 @@ evaluation. Knows nothing of the block it routes for.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import statistics
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +17,7 @@ from torch.nn import functional as F
 from mode.accounting import depth_capacity
 from mode.config import DepthConfig, PredictorConfig
 from mode.depth.noise import keyed_noise
-from mode.layers import at_least_float32
+from mode.layers import Float32Linear, at_least_float32
 from mode.routing import DepthRouting
 
 GATES: dict[str, Callable[[Tensor], Tensor]] = {
@@ -47,17 +46,6 @@ def pack(keep_BL: Tensor) -> tuple[Tensor, Tensor]:
     return order_BL[:, :num_slots], valid_BS
 
 
-class Scorer(nn.Module):
-    """r_i = w . x_i, one number per token, in float32. One per routed block."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(1, width))
-
-    def forward(self, x_BLD: Tensor) -> Tensor:
-        return F.linear(at_least_float32(x_BLD), at_least_float32(self.weight)).squeeze(-1)
-
-
 class Predictor(nn.Module):
     """A small MLP that predicts from a token alone whether top-k keeps it.
 
@@ -80,11 +68,11 @@ class LearnedRouter(nn.Module):
         super().__init__()
         self.capacity_fraction = config.capacity_fraction
         self.gate = GATES[config.gate]
-        self.scorer = Scorer(width)
+        self.scorer = Float32Linear(width, 1)  # r = w . x, one number per token
         self.predictor = None if config.predictor is None else Predictor(config.predictor, width)
 
     def forward(self, x_BLD: Tensor, sample_keys_B: Tensor) -> DepthRouting:
-        logits_BL = self.scorer(x_BLD)
+        logits_BL = self.scorer(x_BLD).squeeze(-1)
         kept_BS = largest(logits_BL, depth_capacity(self.capacity_fraction, x_BLD.shape[1]))
         gates_BS = self.gate(logits_BL.gather(1, kept_BS))
         predicted_BL = None if self.predictor is None else self.predictor(x_BLD)
@@ -92,7 +80,7 @@ class LearnedRouter(nn.Module):
 
     def causal(self, x_BLD: Tensor, sample_keys_B: Tensor) -> DepthRouting:
         """Kept where the predictor, or without one the router itself, says so. The gate is still the router's."""
-        logits_BL = self.scorer(x_BLD)
+        logits_BL = self.scorer(x_BLD).squeeze(-1)
         predicted_BL = None if self.predictor is None else self.predictor(x_BLD)
         keep_BL = (logits_BL if predicted_BL is None else predicted_BL) > 0
         return _ragged(logits_BL, keep_BL, self.gate, predicted_BL)
@@ -130,17 +118,17 @@ class TokenChoiceRouter(nn.Module):
         super().__init__()
         self.capacity_fraction = config.capacity_fraction
         self.gate = GATES[config.gate]
-        self.scorer = Scorer(width)
+        self.scorer = Float32Linear(width, 1)  # r = w . x, one number per token
 
     def forward(self, x_BLD: Tensor, sample_keys_B: Tensor) -> DepthRouting:
-        logits_BL = self.scorer(x_BLD)
+        logits_BL = self.scorer(x_BLD).squeeze(-1)
         allowed_BS = largest(logits_BL, depth_capacity(self.capacity_fraction, x_BLD.shape[1]))
         allowed_BL = torch.zeros_like(logits_BL, dtype=torch.bool).scatter(1, allowed_BS, True)
         return _ragged(logits_BL, allowed_BL & (logits_BL > 0), self.gate, None)
 
     def causal(self, x_BLD: Tensor, sample_keys_B: Tensor) -> DepthRouting:
         """The same decision without the capacity, which looks at the whole sequence."""
-        logits_BL = self.scorer(x_BLD)
+        logits_BL = self.scorer(x_BLD).squeeze(-1)
         return _ragged(logits_BL, logits_BL > 0, self.gate, None)
 
 

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from mode.config import ModeConfig
-from mode.depth.router import Scorer
+from mode.layers import Float32Linear
 from mode.moe.experts import Experts
-from mode.moe.router import ExpertRouter
 
 
 @torch.no_grad()
@@ -23,11 +22,13 @@ def initialise(model: nn.Module, config: ModeConfig) -> None:
     for name, module in model.named_modules():
         if isinstance(module, nn.RMSNorm):
             module.weight.fill_(1.0)
-        elif isinstance(module, nn.Embedding | Scorer | ExpertRouter):
-            _draw(module.weight, config.model.init_std, config.seed, name)
+        elif isinstance(module, Float32Linear):
+            _draw(module.weight, config.model.router_std, config.seed, name)
+        elif isinstance(module, nn.Embedding):
+            _draw(module.weight, module.embedding_dim**-0.5, config.seed, name)
         elif isinstance(module, nn.Linear):
-            fan_in_std = module.in_features**-0.5 * (residual_scale if _writes_to_the_stream(name) else 1.0)
-            _draw(module.weight, config.model.init_std if name == "head" else fan_in_std, config.seed, name)
+            std = module.in_features**-0.5 * (residual_scale if _writes_to_the_stream(name) else 1.0)
+            _draw(module.weight, std, config.seed, name)
             if module.bias is not None:
                 module.bias.zero_()
         elif isinstance(module, Experts):

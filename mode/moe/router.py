@@ -10,11 +10,10 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from mode.accounting import expert_capacity
 from mode.config import BalanceBiasConfig, ExpertsConfig
-from mode.layers import at_least_float32
+from mode.layers import Float32Linear
 from mode.routing import ExpertRouting
 
 
@@ -63,12 +62,12 @@ class ExpertRouter(nn.Module):
     def __init__(self, config: ExpertsConfig, width: int) -> None:
         super().__init__()
         self.config = config
-        self.weight = nn.Parameter(torch.empty(config.num_columns, width))
+        self.scorer = Float32Linear(width, config.num_columns)
         self.to_gates: Callable[[Tensor], Tensor] = _share_of_choices if config.renormalize else _as_they_are
         self.limit: Callable[[Tensor, Tensor], Tensor] = _no_limit if config.capacity_factor is None else self._limit
 
     def forward(self, x_TD: Tensor) -> ExpertRouting:
-        logits_TJ = F.linear(at_least_float32(x_TD), at_least_float32(self.weight))
+        logits_TJ = self.scorer(x_TD)
         scores_TJ = logits_TJ.softmax(dim=-1)
         choices_TK = largest_columns(self.selection_logits(logits_TJ), self.config.top_k)
         gates_TK = self.to_gates(scores_TJ.gather(1, choices_TK))

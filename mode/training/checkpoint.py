@@ -96,7 +96,9 @@ def find_checkpoint(resume: str, folder: Path) -> Path | None:
             raise ConfigError("--resume", f"{resume} holds no complete checkpoint (a folder named step_N)")
         path = candidates[-1]
     if not (path / MANIFEST).is_file():
-        raise ConfigError("--resume", f"{resume} is not a complete checkpoint; it must be a folder named step_N, or a run")
+        raise ConfigError(
+            "--resume", f"{resume} is not a complete checkpoint; it must be a folder named step_N, or a run"
+        )
     damage = _damage(path)
     if damage is not None:
         raise ConfigError("--resume", f"{path} is damaged: {damage}; name another, or use --resume auto")

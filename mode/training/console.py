@@ -76,7 +76,10 @@ def plan_table(run: RunConfig, world_size: int) -> str:
             ("parameters", f"{accounting.num_parameters(config):,} ({float(active):,.0f} active per token)"),
             ("batch", f"{rows} sequences = {micro} rows x {accumulation} micro-batches x {world_size} ranks"),
             ("steps", f"{steps:,} of {rows * config.model.sequence_length:,} tokens"),
-            ("training FLOPs", f"{step_flops(run, world_size):.3e} per step, {steps * step_flops(run, world_size):.3e} in all"),
+            (
+                "training FLOPs",
+                f"{step_flops(run, world_size):.3e} per step, {steps * step_flops(run, world_size):.3e} in all",
+            ),
             ("layout", f"ZeRO stage {run.engine.zero_stage}, {run.engine.precision}, {world_size} ranks"),
             ("memory per rank", f"about {memory.total / 2**20:,.0f} MiB"),
         ]

@@ -16,6 +16,7 @@ from deepspeed.utils import logger as deepspeed_logger
 from mode import accounting
 from mode.config import ConfigError, RunConfig
 from mode.model.transformer import ModeTransformer
+from mode.section import show
 
 MONITORS = ("tensorboard", "csv_monitor", "wandb", "comet")
 WARMUP_SHARE = 0.1  # of the steps, where the scheduler's warm-up is "auto"
@@ -80,8 +81,9 @@ def engine_settings(run: RunConfig, world_size: int) -> dict[str, Any]:
 def build_engine(run: RunConfig, model: ModeTransformer, world_size: int) -> Any:
     """The engine around `model`, on this rank's device."""
     settings = engine_settings(run, world_size)
-    if "optimizer" not in settings:
-        raise ConfigError("optimizer", 'is missing; it must be a DeepSpeed optimizer section, such as {"type": "AdamW"}')
+    if not isinstance(settings.get("optimizer"), dict) or "type" not in settings["optimizer"]:
+        legal = 'a DeepSpeed optimizer section, such as {"type": "AdamW", "params": {"lr": 0.001}}'
+        raise ConfigError("optimizer", f"is {show(settings.get('optimizer'))}; it must be {legal}")
     engine, _, _, _ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=settings)
     return engine
 

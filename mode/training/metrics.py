@@ -37,7 +37,11 @@ def routing_sums(config: ModeConfig, routing: Sequence[BlockRouting]) -> Tensor:
             if depth.predicted_BL is not None:
                 row[PREDICTED_RIGHT] = ((depth.predicted_BL > 0) == kept_BL).sum()
         if experts is not None:
-            row[PROCESSED], row[NO_OP], row[DROPPED] = experts.num_processed(), experts.num_no_op(), experts.num_dropped()
+            row[PROCESSED], row[NO_OP], row[DROPPED] = (
+                experts.num_processed(),
+                experts.num_no_op(),
+                experts.num_dropped(),
+            )
             row[CHOICES:] = experts.choice_counts_J()
         rows.append(row)
     return torch.stack(rows)
@@ -96,7 +100,9 @@ def routing_figures(config: ModeConfig, sums: Sequence[Sequence[float]], detaile
     join: dict[str, Any] = {"experts/max_violation": max, "experts/dead_experts": sum}
     figures = {tag: join.get(tag, _mean)(values.values()) for tag, values in by_layer.items()}
     if detailed:
-        figures |= {f"{tag}/block_{layer}": value for tag, values in by_layer.items() for layer, value in values.items()}
+        figures |= {
+            f"{tag}/block_{layer}": value for tag, values in by_layer.items() for layer, value in values.items()
+        }
     return figures
 
 

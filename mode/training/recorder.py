@@ -82,7 +82,10 @@ class Recorder:
         """So that TensorBoard can filter and group runs; into the run itself, not a run of its own."""
         if self.board is None:
             return
-        plain = {name: value if isinstance(value, bool | int | float | str) else str(value) for name, value in settings.items()}
+        plain = {
+            name: value if isinstance(value, bool | int | float | str) else str(value)
+            for name, value in settings.items()
+        }
         for summary in hparams(plain, {"loss/val": 0.0}):
             self.board.file_writer.add_summary(summary)
 

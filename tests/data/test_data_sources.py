@@ -16,7 +16,7 @@ import pytest
 import mode.config
 from mode.config import DataConfig, FilesConfig, HubConfig
 from mode.data import DataError
-from mode.data.sources import HubDataset, open_source
+from mode.data.sources import LONG_TEXT, HubDataset, cut_long_text, open_source
 
 TEXTS = ["first", "second\r\nline\twith \u00e9 \U0001f600", "12", "NA", '"quoted", with comma']
 
@@ -226,3 +226,17 @@ def test_a_hub_out_of_reach_is_a_clear_error(tmp_path: Path) -> None:
     assert dataset.startswith('hub dataset "no/such": cannot be reached (')
     assert dataset.endswith('"python_stdlib" and "files" work without')
     assert 'tokenizer "no/such": there is no such file or folder, and the Hugging Face hub cannot provide' in tokenizer
+
+
+@pytest.mark.parametrize("separator", ["\n\n", "\n", " ", "x"], ids=["paragraphs", "lines", "words", "nothing"])
+def test_a_long_text_is_cut_between_paragraphs_lines_or_words_and_nothing_is_lost(separator):
+    text = separator.join(f"{'word' * 40}{number}" for number in range(1000))
+    pieces = list(cut_long_text(text))
+    assert "".join(pieces) == text and len(pieces) > 4
+    assert all(0 < len(piece) <= LONG_TEXT for piece in pieces)
+    if separator != "x":
+        assert all(piece.endswith(separator) for piece in pieces[:-1])
+
+
+def test_a_short_text_stays_one_document():
+    assert list(cut_long_text("a\n\nb")) == ["a\n\nb"]

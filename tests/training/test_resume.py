@@ -310,7 +310,9 @@ def test_resuming_another_model_or_a_folder_without_checkpoints_is_refused(world
 
 def test_resume_takes_a_path_and_never_starts_afresh(world, tmp_path):
     config, whole = world
-    job = launch.run(arguments(config, tmp_path / "fork", "--resume", str(whole / "checkpoints" / "step_00000009")), tmp_path / "a")
+    job = launch.run(
+        arguments(config, tmp_path / "fork", "--resume", str(whole / "checkpoints" / "step_00000009")), tmp_path / "a"
+    )
     assert "at step 9" in job.output()
     assert launch.reproducible(launch.metrics(tmp_path / "fork")) == launch.reproducible(launch.metrics(whole))[9:]
     shutil.copytree(whole, tmp_path / "again")
