@@ -9,16 +9,18 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mode.config import ConfigError, ModeConfig, load_config
+    from mode.config import ModeConfig
+    from mode.config_file import load_config
     from mode.model.transformer import ModeOutput, ModeTransformer
+    from mode.section import ConfigError
 
 __version__ = "0.1.0"
 __all__ = ["ConfigError", "ModeConfig", "ModeOutput", "ModeTransformer", "load_config"]
 
 _HOMES = {
-    "ConfigError": "mode.config",
+    "ConfigError": "mode.section",
     "ModeConfig": "mode.config",
-    "load_config": "mode.config",
+    "load_config": "mode.config_file",
     "ModeOutput": "mode.model.transformer",
     "ModeTransformer": "mode.model.transformer",
 }

@@ -22,12 +22,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from mode.config import ConfigError, ModeConfig, RunConfig, exact
+from mode.config import ModeConfig, exact
+from mode.config_file import RunConfig
 from mode.memory import ELEMENT_SIZE as ELEMENT_SIZE
 from mode.memory import FP32
 from mode.memory import RankMemory as RankMemory
 from mode.memory import ZeroSettings as ZeroSettings
 from mode.memory import state_memory as state_memory
+from mode.section import ConfigError
 
 # ---------------------------------------------------------------------------------------------------
 # Capacities
@@ -307,6 +309,27 @@ def recompute_flops(config: ModeConfig, counts: Sequence[BlockCounts]) -> int:
     if not config.model.activation_checkpointing:
         return 0
     return sum(block_flops(config, layer, block).forward for layer, block in enumerate(counts))
+
+
+# ---------------------------------------------------------------------------------------------------
+# The length of a run
+
+
+def step_flops(run: RunConfig, world_size: int) -> int:
+    """The training FLOPs an optimizer step is expected to take, over all ranks."""
+    micro, accumulation = run.engine.batch_layout(world_size)
+    return model_flops(run.mode, expected_counts(run.mode, micro)).training * accumulation * world_size
+
+
+def num_steps(run: RunConfig, world_size: int) -> int:
+    """Optimizer steps, from whichever of steps, tokens and flops is set: the nearest whole number, at least 1."""
+    train, (micro, accumulation) = run.mode.train, run.engine.batch_layout(world_size)
+    if train.steps is not None:
+        return train.steps
+    if train.tokens is not None:
+        return max(1, round(train.tokens / (micro * accumulation * world_size * run.mode.model.sequence_length)))
+    assert train.flops is not None
+    return max(1, round(train.flops / step_flops(run, world_size)))
 
 
 # ---------------------------------------------------------------------------------------------------

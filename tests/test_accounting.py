@@ -21,8 +21,10 @@ from hypothesis import strategies as st
 
 from mode import accounting
 from mode.accounting import BlockCounts, Flops, ZeroSettings
-from mode.config import ConfigError, ModeConfig, load_config, run_config_from_dict
+from mode.config import ModeConfig
+from mode.config_file import load_config, run_config_from_dict
 from mode.model.transformer import ModeTransformer
+from mode.section import ConfigError
 
 ROOT = Path(__file__).parent.parent
 

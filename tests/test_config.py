@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from mode.config import ConfigError, ModeConfig, load_config, load_run_config, run_config_from_dict
+from mode.config import ModeConfig
+from mode.config_file import load_config, load_run_config, run_config_from_dict
+from mode.section import ConfigError
 
 GOOD = {
     "train_micro_batch_size_per_gpu": 4,

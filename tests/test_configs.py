@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from mode import accounting
-from mode.config import ModeConfig, RunConfig, load_config, load_run_config
+from mode.config import ModeConfig
+from mode.config_file import RunConfig, load_config, load_run_config
 
 ROOT = Path(__file__).parent.parent
 SMALL = sorted((ROOT / "ds_configs").glob("*.json"))
@@ -79,9 +80,9 @@ def test_a_description_states_the_true_size_and_cost(path: Path) -> None:
 @every_small
 def test_a_small_config_runs_on_any_number_of_ranks_with_the_same_global_batch(path: Path) -> None:
     engine = load_run_config(path).engine
-    for world_size in (1, 2, 4, 8, 16):
+    for world_size in (1, 2, 4, 8):
         rows, micro_batches = engine.batch_layout(world_size)
-        assert rows * micro_batches * world_size == 16
+        assert rows * micro_batches * world_size == 8
 
 
 @every_small

@@ -10,7 +10,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from mode import accounting
-from mode.config import ModeConfig, load_config
+from mode.config import ModeConfig
+from mode.config_file import load_config
 from mode.model.transformer import ModeTransformer
 from tests.helpers import make_config
 

@@ -23,7 +23,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from mode import accounting
-from mode.config import ConfigError, EngineConfig, ModeConfig, RunConfig, load_run_config
+from mode.config import ModeConfig
+from mode.config_file import EngineConfig, RunConfig, load_run_config
+from mode.section import ConfigError
 
 Plan = dict[str, Any]
 
@@ -55,7 +57,7 @@ def make_plan(file: str, run: RunConfig, world_size: int, memory_gb: float | Non
             "micro_batches_per_step": micro_batches,
             "tokens_per_step": tokens_per_step,
         },
-        "run": _run_length(config, tokens_per_step, flops["training_per_step"]),
+        "run": _run_length(run, world_size, tokens_per_step, flops["training_per_step"]),
         "blocks": blocks,
         "routing": {name: sum(block[name] for block in blocks) for name in _COUNTED},
         "parameters": _parameters(config, counts),
@@ -152,15 +154,8 @@ def _memory(run: RunConfig, world_size: int, rows: int) -> Plan:
     }
 
 
-def _run_length(config: ModeConfig, tokens_per_step: int, flops_per_step: int) -> Plan:
-    train = config.train
-    if train.steps is not None:
-        steps = train.steps
-    elif train.tokens is not None:
-        steps = -(-train.tokens // tokens_per_step)
-    else:
-        assert train.flops is not None
-        steps = -(-int(train.flops) // flops_per_step)
+def _run_length(run: RunConfig, world_size: int, tokens_per_step: int, flops_per_step: int) -> Plan:
+    steps = accounting.num_steps(run, world_size)
     return {"steps": steps, "tokens": steps * tokens_per_step, "training_flops": steps * flops_per_step}
 
 

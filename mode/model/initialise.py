@@ -22,27 +22,23 @@ def initialise(model: nn.Module, config: ModeConfig) -> None:
     for name, module in model.named_modules():
         if isinstance(module, nn.RMSNorm):
             module.weight.fill_(1.0)
-        elif isinstance(module, Float32Linear):
-            _draw(module.weight, config.model.router_std, config.seed, name)
-        elif isinstance(module, nn.Embedding):
-            _draw(module.weight, module.embedding_dim**-0.5, config.seed, name)
-        elif isinstance(module, nn.Linear):
-            std = module.in_features**-0.5 * (residual_scale if _writes_to_the_stream(name) else 1.0)
-            _draw(module.weight, std, config.seed, name)
-            if module.bias is not None:
+        elif isinstance(module, nn.Linear | nn.Embedding | Float32Linear):
+            scale = residual_scale if _writes_to_the_stream(name) else 1.0
+            _draw(module.weight, scale, config.seed, name)
+            if isinstance(module, nn.Linear) and module.bias is not None:
                 module.bias.zero_()
         elif isinstance(module, Experts):
             for part, scale in (("w1", 1.0), ("w2", residual_scale), ("w3", 1.0)):
                 for local, weight in enumerate(getattr(module, part)):
-                    std = weight.shape[1] ** -0.5 * scale
-                    _draw(weight, std, config.seed, f"{name}.{part}.{module.first + local}")
+                    _draw(weight, scale, config.seed, f"{name}.{part}.{module.first + local}")
 
 
 def _writes_to_the_stream(name: str) -> bool:
     return name.endswith(("attention.out", ".w2"))
 
 
-def _draw(weight: Tensor, std: float, seed: int, name: str) -> None:
+def _draw(weight: Tensor, scale: float, seed: int, name: str) -> None:
+    """Normal numbers of size scale / sqrt(fan-in): a unit input gives an output of size `scale`."""
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
-    weight.copy_(torch.randn(weight.shape, generator=generator) * std)
+    weight.copy_(torch.randn(weight.shape, generator=generator) * (scale * weight.shape[-1] ** -0.5))

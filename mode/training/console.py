@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from tqdm import tqdm
 
 from mode import accounting
-from mode.config import RunConfig
-from mode.training.engine import num_steps, step_flops
+from mode.config_file import RunConfig
 
 
 class Console:
@@ -68,7 +67,8 @@ def plan_table(run: RunConfig, world_size: int) -> str:
     """The run in numbers, before it starts."""
     micro, accumulation = run.engine.batch_layout(world_size)
     rows = micro * accumulation * world_size
-    config, steps = run.mode, num_steps(run, world_size)
+    config, steps = run.mode, accounting.num_steps(run, world_size)
+    flops = accounting.step_flops(run, world_size)
     active = sum(accounting.active_parameters(config, accounting.expected_counts(config, micro)).values())
     memory = accounting.memory_per_rank(run, world_size)
     return table(
@@ -78,7 +78,7 @@ def plan_table(run: RunConfig, world_size: int) -> str:
             ("steps", f"{steps:,} of {rows * config.model.sequence_length:,} tokens"),
             (
                 "training FLOPs",
-                f"{step_flops(run, world_size):.3e} per step, {steps * step_flops(run, world_size):.3e} in all",
+                f"{flops:.3e} per step, {steps * flops:.3e} in all",
             ),
             ("layout", f"ZeRO stage {run.engine.zero_stage}, {run.engine.precision}, {world_size} ranks"),
             ("memory per rank", f"about {memory.total / 2**20:,.0f} MiB"),

@@ -14,9 +14,9 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import logger as deepspeed_logger
 
 from mode import accounting
-from mode.config import ConfigError, RunConfig
+from mode.config_file import RunConfig
 from mode.model.transformer import ModeTransformer
-from mode.section import show
+from mode.section import ConfigError, show
 
 MONITORS = ("tensorboard", "csv_monitor", "wandb", "comet")
 WARMUP_SHARE = 0.1  # of the steps, where the scheduler's warm-up is "auto"
@@ -42,25 +42,6 @@ def start_process_group() -> None:
     deepspeed.init_distributed(dist_backend=get_accelerator().communication_backend_name(), verbose=False)
 
 
-def num_steps(run: RunConfig, world_size: int) -> int:
-    """The length of the run in optimizer steps, from whichever of steps, tokens and flops is set."""
-    train, (micro, accumulation) = run.mode.train, run.engine.batch_layout(world_size)
-    if train.steps is not None:
-        return train.steps
-    rows = micro * accumulation * world_size
-    if train.tokens is not None:
-        return max(1, round(train.tokens / (rows * run.mode.model.sequence_length)))
-    assert train.flops is not None
-    return max(1, round(train.flops / step_flops(run, world_size)))
-
-
-def step_flops(run: RunConfig, world_size: int) -> int:
-    """The FLOPs an optimizer step is expected to take, over all ranks."""
-    micro, accumulation = run.engine.batch_layout(world_size)
-    counts = accounting.expected_counts(run.mode, micro)
-    return accounting.model_flops(run.mode, counts).training * accumulation * world_size
-
-
 def engine_settings(run: RunConfig, world_size: int) -> dict[str, Any]:
     """DeepSpeed's part of the configuration with every "auto" filled in. Monitors are ours to write to."""
     settings = copy.deepcopy(run.deepspeed)
@@ -69,7 +50,7 @@ def engine_settings(run: RunConfig, world_size: int) -> dict[str, Any]:
     micro, accumulation = run.engine.batch_layout(world_size)
     settings["train_micro_batch_size_per_gpu"], settings["gradient_accumulation_steps"] = micro, accumulation
     settings["train_batch_size"] = micro * accumulation * world_size
-    steps = num_steps(run, world_size)
+    steps = accounting.num_steps(run, world_size)
     automatic = {"total_num_steps": steps, "warmup_num_steps": max(1, round(WARMUP_SHARE * steps))}
     scheduler = settings.get("scheduler", {}).get("params", {})
     for name, value in automatic.items():
@@ -80,6 +61,12 @@ def engine_settings(run: RunConfig, world_size: int) -> dict[str, Any]:
 
 def build_engine(run: RunConfig, model: ModeTransformer, world_size: int) -> Any:
     """The engine around `model`, on this rank's device."""
+    if run.mode.experts is not None and run.mode.experts.ep_size > 1:
+        raise ConfigError(
+            "mode.experts.ep_size",
+            f"is {run.mode.experts.ep_size}; training keeps all experts on every rank so far: set it to 1 (ZeRO "
+            "still divides their optimizer state, and at stage 3 the experts themselves)",
+        )
     settings = engine_settings(run, world_size)
     if not isinstance(settings.get("optimizer"), dict) or "type" not in settings["optimizer"]:
         legal = 'a DeepSpeed optimizer section, such as {"type": "AdamW", "params": {"lr": 0.001}}'

@@ -7,11 +7,15 @@ that is not finite, and has any rank been asked to stop? All ranks get the same 
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
+from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
+
+from mode.model.transformer import ModeTransformer
 
 EXIT_BAD_INPUT = 2  # a setting, an argument or the data
 EXIT_NOT_FINITE = 3
@@ -73,7 +77,7 @@ class StepGuard:
             for name, parameter in model.named_parameters():
                 parameter.register_hook(self._watch(2 + self.groups.index(layer_group(name))))
 
-    def _watch(self, index: int):  # type: ignore[no-untyped-def]
+    def _watch(self, index: int) -> Callable[[Tensor], None]:
         def hook(gradient: Tensor) -> None:
             self.bad[index] += ~torch.isfinite(gradient.sum(dtype=torch.float32))
 
@@ -101,11 +105,11 @@ class StepGuard:
 
 
 @torch.no_grad()
-def first_bad_block(model: nn.Module, inputs: dict[str, Tensor | None]) -> str:
+def first_bad_block(model: ModeTransformer, inputs: dict[str, Any]) -> str:
     """Runs forward once more and names the first part whose output is not finite on this rank."""
     found: list[str] = []
 
-    def watch(name: str):  # type: ignore[no-untyped-def]
+    def watch(name: str) -> Callable[[nn.Module, object, object], None]:
         def hook(module: nn.Module, args: object, output: object) -> None:
             tensor = output[0] if isinstance(output, tuple) else output
             if isinstance(tensor, Tensor) and not torch.isfinite(tensor).all():
@@ -113,8 +117,9 @@ def first_bad_block(model: nn.Module, inputs: dict[str, Tensor | None]) -> str:
 
         return hook
 
-    parts = [("embedding", model.embedding), *((f"block {i}", block) for i, block in enumerate(model.blocks))]  # type: ignore[arg-type]
-    handles = [module.register_forward_hook(watch(name)) for name, module in [*parts, ("head", model.head)]]  # type: ignore[union-attr]
+    blocks = {f"block {layer}": block for layer, block in enumerate(model.blocks)}
+    parts: dict[str, nn.Module] = {"embedding": model.embedding, **blocks, "head": model.head}
+    handles = [module.register_forward_hook(watch(name)) for name, module in parts.items()]
     model(**inputs)
     for handle in handles:
         handle.remove()

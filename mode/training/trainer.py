@@ -16,13 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from mode.config import ConfigError, RunConfig
+from mode import accounting
+from mode.config_file import RunConfig
 from mode.data import PackedData, TrainLoader, bigram_loss, spread_rows
 from mode.generation.uncached import generate_uncached
 from mode.model.transformer import ModeOutput, ModeTransformer
+from mode.section import ConfigError
 from mode.training import checkpoint as checkpoints
 from mode.training.console import Console, plan_table, table
-from mode.training.engine import MONITORS, build_engine, device, engine_settings, num_steps, peak_flops
+from mode.training.engine import MONITORS, build_engine, device, engine_settings, peak_flops
 from mode.training.evaluate import Evaluation, evaluate, model_inputs
 from mode.training.metrics import CHOICES, counted_flops, decision_image, routing_figures, routing_sums
 from mode.training.recorder import Recorder
@@ -49,7 +51,7 @@ class Trainer:
         self.rank, self.world_size = distributed.get_rank(), distributed.get_world_size()
         self.micro_rows, self.num_micros = run.engine.batch_layout(self.world_size)
         self.global_rows = self.micro_rows * self.num_micros * self.world_size
-        self.num_steps = num_steps(run, self.world_size)
+        self.num_steps = accounting.num_steps(run, self.world_size)
         self.device = device()
         self.end_of_text = data.tokenizer.end_of_text if self.config.data.document_masking else None
         self.loader = TrainLoader(
@@ -71,7 +73,7 @@ class Trainer:
 
     @property
     def model(self) -> ModeTransformer:
-        return self.engine.module  # type: ignore[no-any-return]
+        return self.engine.module
 
     def identity(self) -> dict[str, Any]:
         """What must not change between the parts of one run, because it would be another run."""

@@ -15,7 +15,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from mode import accounting
-from mode.config import load_config, load_run_config
+from mode.config_file import load_config, load_run_config
 from tests import launch
 
 CONFIGS = sorted((launch.ROOT / "ds_configs").glob("*.json"))
@@ -152,7 +152,8 @@ def test_dry_run_prints_the_resolved_config_and_the_plan_and_writes_nothing(tiny
         (["train_batch_size=3", "gradient_accumulation_steps=2"], "train_batch_size"),
         (['mode.data.files.paths=["/nowhere/*.txt"]'], "/nowhere/*.txt"),
         (["mode.model.sequence_length=1000000"], "sequence"),
-        (["optimizer=null"], "optimizer"),
+        (["optimizer=null"], "optimizer: is null; it must be a DeepSpeed optimizer section"),
+        (["mode.experts.ep_size=2"], "mode.experts.ep_size: is 2; training keeps all experts on every rank"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
