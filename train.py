@@ -98,13 +98,14 @@ def main(command_line: list[str] | None = None) -> int:
     except stops.NotFinite as error:
         return fail(str(error), stops.EXIT_NOT_FINITE)
     except stops.SaveFailed as error:
-        return fail(str(error), stops.EXIT_SAVE_FAILED)
+        return fail(f"rank {rank}: {error}", stops.EXIT_SAVE_FAILED, every_rank=True)
     planned = run.mode.train.stop_after is not None and summary.step >= run.mode.train.stop_after
     return 0 if summary.finished or planned else stops.EXIT_INTERRUPTED
 
 
-def fail(message: str, code: int) -> int:
-    if os.environ.get("RANK", "0") == "0":
+def fail(message: str, code: int, every_rank: bool = False) -> int:
+    """What stops one rank usually stops all, so one per machine says so."""
+    if every_rank or os.environ.get("LOCAL_RANK", "0") == "0":
         print(f"error: {message}", file=sys.stderr)
     return code
 

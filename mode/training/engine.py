@@ -39,6 +39,7 @@ def start_process_group() -> None:
             port = probe.getsockname()[1]
         alone = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         os.environ.update({name: str(value) for name, value in alone.items()})
+    get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))  # collectives before the engine exists need it too
     deepspeed.init_distributed(dist_backend=get_accelerator().communication_backend_name(), verbose=False)
 
 

@@ -39,7 +39,6 @@ class Summary:
 
     finished: bool  # False: stopped early, to be resumed
     step: int
-    val_loss: float | None
 
 
 class Trainer:
@@ -62,13 +61,13 @@ class Trainer:
             _check_same_run(found, self.identity())
         self.engine = build_engine(run, ModeTransformer(self.config), self.world_size)
         self.position = {"step": 0, "tokens": 0, "flops": 0}
+        self.val_loss: float | None = None  # the last one evaluated
         if found is not None:
             self._restore(found)
         self.guard = StepGuard(self.model, self.device, watch_gradients=run.engine.precision != "fp16")
         self.recorder = Recorder(run_dir, run.deepspeed, self.rank, self.position["step"])
         self.console = Console(self.position["step"], self.num_steps, active=self.rank == 0)
         self.peak_flops = peak_flops(run.engine.precision)
-        self.saved_at = self.position["step"] if found is not None else None
         self._describe(found)
 
     @property
@@ -94,6 +93,8 @@ class Trainer:
         train = self.config.train
         last = min(self.num_steps, train.stop_after or self.num_steps)
         self._start_clock()
+        if self.position["step"] >= self.num_steps:
+            self.console.note("this run is complete; --resume never would start it afresh")
         while self.position["step"] < last:
             values, interrupted = self._step(stop_signal)
             step = self.position["step"]
@@ -189,6 +190,7 @@ class Trainer:
         if self.rank == 0:
             self.recorder.write_decisions(decision_image(result.routing, row=0), self.position["step"])
         self.clock_start += time.perf_counter() - started
+        self.val_loss = result.loss
         return {"loss/val": result.loss}
 
     def _validation_loss(self) -> Evaluation:
@@ -212,7 +214,6 @@ class Trainer:
             self.config.train.keep_last,
             self.identity(),
         )
-        self.saved_at = self.position["step"]
         self.clock_start += time.perf_counter() - started
 
     def _restore(self, found: Path) -> None:
@@ -270,7 +271,7 @@ class Trainer:
         self.console.note(f"  {start}\n")
 
     def _finish(self) -> Summary:
-        """Evaluates, samples and prints the closing table; the state of the run is saved already."""
+        """Samples and prints the closing table; the state of the run is saved already."""
         seconds = time.perf_counter() - self.started
         self.console.close()
         finished = self.position["step"] >= self.num_steps
@@ -278,14 +279,14 @@ class Trainer:
             self.console.note(f"\nstopped at step {self.position['step']} of {self.num_steps}; the state is saved.")
             self.console.note(self._commands())
             self.recorder.close()
-            return Summary(False, self.position["step"], None)
-        loss = self._validation_loss().loss
+            return Summary(False, self.position["step"])
+        loss = self.val_loss if self.val_loss is not None else self._validation_loss().loss
         sample = self._sample()
         self.recorder.write_text("sample", sample, self.position["step"])
         self.recorder.close()
         if self.rank == 0:
             self.console.note(f"\n{self._closing_table(loss, seconds)}\n\nsample:\n{sample}\n\n{self._commands()}")
-        return Summary(True, self.position["step"], loss)
+        return Summary(True, self.position["step"])
 
     def _closing_table(self, loss: float, seconds: float) -> str:
         validation = self.data.validation
