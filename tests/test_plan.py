@@ -164,9 +164,9 @@ def test_the_table_shows_two_configs_side_by_side_with_a_ratio() -> None:
     both = plan_json("ds_configs/mode.json", "--compare", "ds_configs/moe.json")
     first, second = (both[key]["flops"]["training_per_step"] for key in ("plan", "compare"))
     assert row(done.stdout, "training, per step on all ranks") == [
-        f"{first / 1e9:.1f}",
+        f"{first / 1e9:.3g}",
         "GFLOPs",
-        f"{second / 1e9:.1f}",
+        f"{second / 1e9:.3g}",
         "GFLOPs",
         f"{first / second:.3f}",
     ]

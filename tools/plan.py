@@ -29,7 +29,7 @@ from mode.section import ConfigError
 
 Plan = dict[str, Any]
 
-FEW_ASSIGNMENTS = 16  # per expert and optimizer step: below it an expert's gradient is mostly noise
+FEW_ASSIGNMENTS = 8  # per expert and optimizer step: below it an expert's gradient is mostly noise
 LABEL_WIDTH, VALUE_WIDTH, RATIO_WIDTH = 42, 18, 8
 
 
