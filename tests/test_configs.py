@@ -79,9 +79,9 @@ def test_a_description_states_the_true_size_and_cost(path: Path) -> None:
 @every_small
 def test_a_small_config_runs_on_any_number_of_ranks_with_the_same_global_batch(path: Path) -> None:
     engine = load_run_config(path).engine
-    for world_size in (1, 2, 4):
+    for world_size in (1, 2, 4, 8):
         rows, micro_batches = engine.batch_layout(world_size)
-        assert rows * micro_batches * world_size == 4
+        assert rows * micro_batches * world_size == 8
 
 
 @every_small
