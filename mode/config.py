@@ -17,6 +17,14 @@ from mode.section import ConfigError, Section, choice, flag, integer, number, se
 # The sections
 
 
+def exact(value: float) -> Fraction:
+    """The decimal number the user wrote, not its binary neighbour: 0.07 is 7/100."""
+    return Fraction(repr(value))
+
+
+ROUNDING = Fraction(1, 10**12)  # a share such as 1/3 cannot be written exactly
+
+
 @dataclass(frozen=True)
 class ModelConfig(Section):
     """The transformer itself, without its routing."""
@@ -105,12 +113,21 @@ class ExpertsConfig(Section):
                 f"is {self.no_op_fraction:g} while num_no_ops is {self.num_no_ops}; "
                 "no-op columns and a target share go together: set both above 0, or both to 0",
             )
-        most_no_op, most_real = min(1, self.num_no_ops / self.top_k), min(1, self.num_experts / self.top_k)
-        if self.no_op_fraction > most_no_op or 1 - self.no_op_fraction > most_real:
+        most_no_op = min(Fraction(1), Fraction(self.num_no_ops, self.top_k))
+        most_real = min(Fraction(1), Fraction(self.num_experts, self.top_k))
+        share = exact(self.no_op_fraction)
+        if share > most_no_op + ROUNDING or 1 - share > most_real + ROUNDING:
+            lowest, highest = float(1 - most_real), float(most_no_op)
             raise ConfigError(
                 "no_op_fraction",
                 f"is {self.no_op_fraction:g}, which {self.top_k} distinct choices among {self.num_experts} experts and "
-                f"{self.num_no_ops} no-ops cannot reach; it must be between {1 - most_real:g} and {most_no_op:g}",
+                f"{self.num_no_ops} no-ops cannot reach; it must be between {lowest:g} and {highest:g}",
+            )
+        if self.renormalize and self.top_k == 1:
+            raise ConfigError(
+                "renormalize",
+                "is true with top_k = 1, so every gate would be 1 and no language-model gradient would reach the "
+                "router; set it to false, or choose more columns",
             )
         if self.num_experts % self.ep_size:
             raise ConfigError(
@@ -169,6 +186,12 @@ class DepthConfig(Section):
                         'has nothing to learn with selection "token_choice", which decides by each '
                         "token's own logit; set it to null",
                     )
+            if self.balance_weight and self.capacity_fraction == 1:
+                raise ConfigError(
+                    "balance_weight",
+                    f"is {self.balance_weight:g} with capacity_fraction = 1: nobody is to skip, so there is nothing to "
+                    "balance; set it to 0, or keep fewer tokens",
+                )
         elif self.balance_weight:
             raise ConfigError(
                 "balance_weight",
@@ -293,8 +316,3 @@ class ModeConfig(Section):
     def is_routed(self, layer: int) -> bool:
         """Whether block `layer`, counted from 0, is depth-routed: with `every: 2`, blocks 1, 3, 5, ..."""
         return self.depth is not None and (layer + 1) % self.depth.every == 0
-
-
-def exact(value: float) -> Fraction:
-    """The decimal number the user wrote, not its binary neighbour: 0.07 is 7/100."""
-    return Fraction(repr(value))

@@ -5,6 +5,7 @@ Reads and splits the file, and checks what must hold between the two halves. Sta
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import json
 from dataclasses import dataclass
@@ -43,10 +44,19 @@ class EngineConfig(Section):
         if steps is None:
             steps = batch // (world_size * micro) if micro else 0
         if micro * steps * world_size != batch:
+            given = [
+                f"{name} = {value}"
+                for name, value in (
+                    ("train_micro_batch_size_per_gpu", self.micro_batch_size),
+                    ("gradient_accumulation_steps", self.accumulation_steps),
+                )
+                if value is not None
+            ]
             raise ConfigError(
                 "train_batch_size",
-                f"is {batch}, which is not train_micro_batch_size_per_gpu ({micro}) x gradient_accumulation_steps "
-                f"({steps}) x {world_size} ranks; make the product equal",
+                f"is {batch}, which does not divide into {world_size} ranks"
+                + (f" with {' and '.join(given)}" if given else "")
+                + "; make it rows per micro-batch x micro-batches x ranks",
             )
         return micro, steps
 
@@ -96,6 +106,22 @@ DEEPSPEED_KEYS = (
     "amp",
     "torch_autocast",
     "compile",
+    "managed_gradient_accumulation",
+    "gradient_allreduce_op",
+    "disable_allgather",
+    "disable_python_gc",
+    "dataloader_drop_last",
+    "log_level",
+    "use_data_before_expert_parallelism",
+    "zero_force_ds_cpu_optimizer",
+    "pipeline",
+    "hybrid_engine",
+    "curriculum_learning",
+    "data_efficiency",
+    "compression_training",
+    "memory_breakdown",
+    "nebula",
+    "checkpoint_writer",
 )
 
 
@@ -162,10 +188,7 @@ def run_config_from_dict(document: Any) -> RunConfig:
     if not isinstance(document, dict):
         raise ConfigError("file", f"is {show(document)}; it must be a JSON object")
     for key in document:
-        if key not in ("mode", *DEEPSPEED_KEYS):
-            near = difflib.get_close_matches(str(key), ["mode", *DEEPSPEED_KEYS], n=1, cutoff=0.75)
-            if near:
-                raise ConfigError(str(key), f'unknown key, which DeepSpeed would ignore; did you mean "{near[0]}"?')
+        _check_top_level(str(key))
     if not isinstance(document.get("mode"), dict):
         raise ConfigError(
             "mode", f"is {show(document.get('mode'))}; it must be a JSON object: the section for this model"
@@ -178,6 +201,21 @@ def run_config_from_dict(document: Any) -> RunConfig:
     engine = _read_engine(deepspeed)
     _check_expert_capacity(config, engine)
     return RunConfig(config, engine, deepspeed)
+
+
+def _check_top_level(key: str) -> None:
+    """DeepSpeed ignores a key it does not know without a word, so a slip of the pen must be an error here.
+
+    A key that resembles nothing is let through: a newer DeepSpeed may know it.
+    """
+    if key in ("mode", *DEEPSPEED_KEYS):
+        return
+    if key in {field.name for field in dataclasses.fields(ModeConfig)}:
+        raise ConfigError(key, 'stands beside "mode", where nobody reads it; move it into the "mode" section')
+    near = difflib.get_close_matches(key.lower(), ["mode", *DEEPSPEED_KEYS], n=1, cutoff=0.75)
+    if near or not key.strip():
+        meant = f'; did you mean "{near[0]}"?' if near else ""
+        raise ConfigError(key or '""', f"unknown key, which DeepSpeed would ignore{meant}")
 
 
 def _read_engine(deepspeed: dict[str, Any]) -> EngineConfig:
@@ -196,10 +234,12 @@ def _read_engine(deepspeed: dict[str, Any]) -> EngineConfig:
             value = value.get(key, {} if key == "zero_optimization" else None)
         if value is not None:
             values[name] = value
+    if "bfloat16" in deepspeed:
+        raise ConfigError("bfloat16", 'is DeepSpeed\'s old name; write "bf16"')
     enabled = []
     for precision in ("bf16", "fp16"):
         part = deepspeed.get(precision, {})
-        if not isinstance(part, dict) or not isinstance(part.get("enabled", False), bool):
+        if not isinstance(part, dict) or not isinstance(part.get("enabled", False), bool) or "enable" in part:
             raise ConfigError(precision, f'is {show(part)}; it must be a JSON object with "enabled": true or false')
         if part.get("enabled", False):
             enabled.append(precision)
@@ -214,9 +254,11 @@ def _read_engine(deepspeed: dict[str, Any]) -> EngineConfig:
 def _check_expert_capacity(config: ModeConfig, engine: EngineConfig) -> None:
     """A capacity below one token means experts that can hardly ever work: an error, not a rounding."""
     experts = config.experts
-    if experts is None or experts.capacity_factor is None or engine.micro_batch_size is None:
+    if experts is None or experts.capacity_factor is None:
         return
-    tokens = engine.micro_batch_size * config.model.sequence_length
+    rows = engine.micro_batch_size or engine.train_batch_size  # the latter: what one rank alone would hold
+    assert rows is not None
+    tokens = rows * config.model.sequence_length
     share = exact(experts.capacity_factor) * experts.top_k * (1 - exact(experts.no_op_fraction)) / experts.num_experts
     fraction = exact(config.depth.capacity_fraction) if config.depth is not None else Fraction(1)
     if share * tokens * fraction < 1:

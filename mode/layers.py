@@ -24,7 +24,8 @@ class Float32Linear(nn.Module):
         self.weight = nn.Parameter(torch.empty(out_width, width))
 
     def forward(self, x_XD: Tensor) -> Tensor:
-        return F.linear(at_least_float32(x_XD), at_least_float32(self.weight))
+        with torch.autocast(x_XD.device.type, enabled=False):
+            return F.linear(at_least_float32(x_XD), at_least_float32(self.weight))
 
 
 class SwiGLU(nn.Module):

@@ -27,7 +27,7 @@ def compute_losses(
     terms = {"cross_entropy": cross_entropy(logits_BLV, labels_BL)}
     weights = {"cross_entropy": 1.0}
     for name, weight, values in _routing_terms(config, routing):
-        terms[name] = torch.stack(list(values)).mean()
+        terms[name] = torch.stack(list(values)).mean()  # over blocks
         weights[name] = weight
     total = sum((weights[name] * terms[name] for name in terms), start=torch.zeros((), device=logits_BLV.device))
     return total, terms
@@ -37,6 +37,8 @@ def _routing_terms(
     config: ModeConfig, routing: Sequence[BlockRouting]
 ) -> Iterable[tuple[str, float, Iterable[Tensor]]]:
     """(name, weight, one value per block) of every term the configuration asks for."""
+    if not routing:
+        return
     experts, depth = config.experts, config.depth
     chosen = [(block.placement, block.experts) for block in routing if block.experts is not None]
     kept = [block.depth for block in routing if block.depth is not None]
@@ -123,6 +125,5 @@ def depth_balance(depth: DepthConfig, routing: DepthRouting) -> Tensor:
     """Token choice: the balance loss over the two paths, block and residual."""
     kept_BL2 = torch.stack([routing.logits_BL > 0, routing.logits_BL <= 0], dim=-1).to(routing.logits_BL.dtype)
     score_BL2 = torch.stack([torch.sigmoid(routing.logits_BL), torch.sigmoid(-routing.logits_BL)], dim=-1)
-    fraction = min(depth.capacity_fraction, 1 - 1e-6)  # both paths need a target above 0
-    target_2 = torch.tensor([fraction, 1 - fraction]).to(score_BL2)
+    target_2 = torch.tensor([depth.capacity_fraction, 1 - depth.capacity_fraction]).to(score_BL2)
     return balance(kept_BL2.mean(dim=1), score_BL2.mean(dim=1), target_2).mean()

@@ -25,7 +25,8 @@ class ConfigError(ValueError):
 
     def __init__(self, path: str, problem: str, file: str = "") -> None:
         self.path, self.problem, self.file = path, problem, file
-        super().__init__(f"{file}: {path}: {problem}" if file else f"{path}: {problem}")
+        shown = path if path.isprintable() and len(path) <= 200 else show(path)
+        super().__init__(f"{file}: {shown}: {problem}" if file else f"{shown}: {problem}")
 
     def under(self, parent: str) -> ConfigError:
         """The same error seen from one level up."""
@@ -191,6 +192,8 @@ class Section:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """Build from JSON. Unknown and missing keys are errors."""
+        if not isinstance(values, Mapping):
+            raise ConfigError("mode", f"is {show(values)}; it must be a JSON object")
         fields = {field.name: field for field in dataclasses.fields(cls)}
         for key in values:
             if key not in fields:

@@ -129,6 +129,27 @@ WRONG = [
     ("mode.train.steps", None, "mode.train.steps", ["exactly one", "none given"]),
     ("mode.seed", -1, "mode.seed", ["-1", "at least 0"]),
     ("mode.description", "", "mode.description", ["non-empty string"]),
+    ("depth", {}, "depth", ['into the "mode" section']),
+    ("MODE", {}, "MODE", ['did you mean "mode"']),
+    ("", 1, '""', ["unknown key"]),
+    ("bfloat16", {"enabled": True}, "bfloat16", ['write "bf16"']),
+    ("bf16", {"enable": True}, "bf16", ['"enabled"']),
+    ("managed_gradient_accumulation", True, None, []),
+    (
+        "mode.experts",
+        {"num_experts": 2, "top_k": 1, "width": 8, "renormalize": True},
+        "mode.experts.renormalize",
+        ["1"],
+    ),
+    ("mode.experts", {"num_experts": 3, "top_k": 10, "width": 8, "num_no_ops": 7, "no_op_fraction": 0.7}, None, []),
+    ("mode.experts", {"num_experts": 2, "top_k": 3, "width": 8, "num_no_ops": 1, "no_op_fraction": 1 / 3}, None, []),
+    ("mode.model.a\nb", 1, "mode.model.a\nb", ["unknown key"]),
+    (
+        "mode.depth",
+        {"selection": "token_choice", "capacity_fraction": 1, "balance_weight": 0.1},
+        "mode.depth.balance_weight",
+        ["nothing to balance"],
+    ),
     ("gradient_cliping", 1.0, "gradient_cliping", ["DeepSpeed would ignore", "gradient_clipping"]),
     ("zero_optimization", 2, "zero_optimization", ["JSON object"]),
     ("zero_optimization.stage", 4, "zero_optimization.stage", ["4", "at most 3"]),
@@ -158,9 +179,22 @@ def test_an_unreachable_no_op_share_is_refused():
         run_config_from_dict(changed("mode.experts", {**GOOD["mode"]["experts"], "num_no_ops": 1, "top_k": 4}))
 
 
+def test_a_capacity_below_one_token_is_refused_with_either_batch_setting_and_with_depth_routing():
+    experts = {**GOOD["mode"]["experts"], "capacity_factor": 0.03}  # 400 tokens: 1.5 per expert; 1/8 of them: 0.19
+    document = changed("mode.experts", experts)
+    with pytest.raises(ConfigError, match=r"take 0\.1875 of a micro-batch"):
+        run_config_from_dict(document)
+    document["mode"]["depth"] = None
+    run_config_from_dict(document)
+    document["mode"]["experts"]["capacity_factor"] = 1e-9
+    document["train_batch_size"] = document.pop("train_micro_batch_size_per_gpu")
+    with pytest.raises(ConfigError, match="capacity_factor"):
+        run_config_from_dict(document)
+
+
 def test_a_batch_that_does_not_divide_is_refused_with_the_numbers():
     document = changed("train_batch_size", 20)
-    with pytest.raises(ConfigError, match=r"20, which is not .* \(4\) x .* \(2\) x 2 ranks"):
+    with pytest.raises(ConfigError, match=r"is 20, which does not divide into 2 ranks with .*gpu = 4 and .*steps = 2"):
         run_config_from_dict(document).engine.batch_layout(world_size=2)
 
 

@@ -30,7 +30,7 @@ FULL = {
 def reached(loss: torch.Tensor, model: ModeTransformer) -> set[str]:
     names = [name for name, _ in model.named_parameters()]
     found = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True, retain_graph=True)
-    return {name for name, g in zip(names, found, strict=True) if g is not None and g.any()}
+    return {name for name, g in zip(names, found, strict=True) if g is not None and g.abs().max() > 1e-6}
 
 
 def test_cross_entropy_scores_each_position_on_the_next_label_and_leaves_out_ignored_ones():
@@ -97,6 +97,37 @@ def test_membership_targets_sum_to_c_in_every_row_and_stand_at_the_kept_tokens()
         assert targets.sum(dim=1).tolist() == [4, 4, 4]
         for row, kept in zip(targets, record.depth.kept_BS, strict=True):
             assert row.nonzero().flatten().tolist() == kept.tolist()
+
+
+def bce(logits: torch.Tensor, kept: torch.Tensor) -> float:
+    """Binary cross-entropy token by token: kept tokens are the positives."""
+    pairs = zip(logits.flatten().tolist(), kept.flatten().tolist(), strict=True)
+    return sum(math.log(1 + math.exp(-r if k else r)) for r, k in pairs) / kept.numel()
+
+
+def test_depth_terms_are_the_binary_cross_entropy_against_membership_as_a_mean_over_blocks():
+    out = ModeTransformer(make_config(**FULL))(IDS, labels=IDS)
+    routed = [record.depth for record in out.routing if record.depth is not None]
+    assert len(routed) == 2
+    predictor = sum(bce(depth.predicted_BL, depth.kept_BL()) for depth in routed) / 2
+    aux = sum(bce(depth.logits_BL, depth.kept_BL()) for depth in routed) / 2
+    assert out.losses["depth_predictor"].item() == pytest.approx(predictor, rel=1e-5)
+    assert out.losses["depth_aux"].item() == pytest.approx(aux, rel=1e-5)
+
+
+def test_the_z_loss_is_the_mean_squared_log_partition_as_a_mean_over_blocks():
+    out = ModeTransformer(make_config(**FULL))(IDS, labels=IDS)
+    means = []
+    for record in out.routing:
+        squares = [math.log(sum(map(math.exp, row))) ** 2 for row in record.experts.logits_TJ.tolist()]
+        means.append(sum(squares) / len(squares))
+    assert out.losses["expert_z"].item() == pytest.approx(sum(means) / len(means), rel=1e-5)
+
+
+def test_causal_use_has_no_routing_terms():
+    """The predictor must not be scored against its own decisions."""
+    out = ModeTransformer(make_config(**FULL))(IDS, labels=IDS, causal=True)
+    assert set(out.losses) == {"cross_entropy"} and torch.equal(out.loss, out.losses["cross_entropy"])
 
 
 def test_the_predictor_does_not_change_the_language_model():

@@ -83,6 +83,45 @@ def test_without_depth_routing_the_future_does_not_change_the_past(kind):
     assert not torch.equal(model(IDS).logits[:, 10:], model(changed).logits[:, 10:])
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_in_causal_use_the_future_never_changes_the_past(kind):
+    model = ModeTransformer(make_config(**KINDS[kind])).eval()
+    for first_changed in (1, 7, 15):
+        changed = IDS.clone()
+        changed[:, first_changed:] = (changed[:, first_changed:] + 1) % 40
+        past = [model(ids, causal=True).logits[:, :first_changed] for ids in (IDS, changed)]
+        torch.testing.assert_close(*past)
+
+
+def test_in_causal_use_the_predictor_decides_or_without_one_the_router():
+    with_predictor = ModeTransformer(make_config(depth={"predictor": {"width": 8}}))
+    depth = with_predictor(IDS, causal=True).routing[1].depth
+    assert torch.equal(depth.kept_BL(), depth.predicted_BL > 0)
+    assert torch.equal(depth.gates_BS, depth.logits_BL.gather(1, depth.kept_BS)), "the gate is still the router's"
+    depth = ModeTransformer(make_config(depth={"aux_loss": {}}))(IDS, causal=True).routing[1].depth
+    assert torch.equal(depth.kept_BL(), depth.logits_BL > 0)
+
+
+def test_in_causal_use_token_choice_has_no_capacity_and_noise_keeps_its_share():
+    config = make_config(depth={"selection": "token_choice", "capacity_fraction": 0.1})
+    depth = ModeTransformer(config)(IDS, causal=True).routing[1].depth
+    assert torch.equal(depth.kept_BL(), depth.logits_BL > 0) and depth.kept_BL().sum(dim=1).max() > 2
+    noise = {"selection": "stochastic", "gate": "one"}
+    model = ModeTransformer(make_config(model={"sequence_length": 2000}, depth=noise))
+    ids = torch.zeros(4, 2000, dtype=torch.int64)
+    kept = model(ids, causal=True, sample_keys=torch.arange(4)).routing[1].depth.kept_BL()
+    assert kept.float().mean().item() == pytest.approx(0.25, abs=0.02)
+    everyone = ModeTransformer(make_config(depth={**noise, "capacity_fraction": 1.0}))
+    assert everyone(IDS, causal=True).routing[1].depth.kept_BL().all()
+
+
+def test_routers_stay_in_float32_under_autocast():
+    model = ModeTransformer(make_config(**KINDS["both"]))
+    with torch.autocast("cpu", torch.bfloat16):
+        record = model(IDS).routing[1]
+    assert record.depth.logits_BL.dtype == record.experts.logits_TJ.dtype == torch.float32
+
+
 def test_documents_do_not_see_each_other():
     model = ModeTransformer(make_config(**KINDS["moe"])).eval()
     documents = torch.tensor([[0] * 6 + [1] * 10] * 3)
@@ -112,6 +151,13 @@ def test_initial_weights_do_not_depend_on_what_else_was_drawn_or_on_other_featur
     assert not torch.equal(first["embedding.weight"], other_seed["embedding.weight"])
     staged = ModeTransformer(make_config(**KINDS["staged"])).state_dict()
     assert torch.equal(first["blocks.1.body.attention.qkv.weight"], staged["blocks.1.body.attention.qkv.weight"])
+
+
+def test_every_expert_of_every_layer_draws_weights_of_its_own():
+    experts = [block.body.feed_forward.experts for block in ModeTransformer(make_config(experts={})).blocks]
+    drawn = [weight.flatten()[:8] for part in experts for stack in (part.w1, part.w2, part.w3) for weight in stack]
+    assert len(drawn) == 2 * 3 * 4
+    assert len({tuple(weight.tolist()) for weight in drawn}) == len(drawn)
 
 
 def test_an_expert_draws_the_same_weights_whichever_rank_holds_it():

@@ -7,8 +7,8 @@ from torch import Tensor
 
 def gather_tokens(x_BLD: Tensor, kept_BS: Tensor) -> Tensor:
     """The kept tokens of every row, in order."""
-    num_rows, length, width = x_BLD.shape
-    return x_BLD.reshape(-1, width).index_select(0, flat_index(kept_BS, length).flatten()).view(num_rows, -1, width)
+    _, length, width = x_BLD.shape
+    return x_BLD.flatten(0, 1).index_select(0, flat_index(kept_BS, length).flatten()).view(*kept_BS.shape, width)
 
 
 def add_to_tokens(x_BLD: Tensor, index_T: Tensor, update_TD: Tensor) -> Tensor:

@@ -59,7 +59,8 @@ class ModeTransformer(nn.Module):
 
         `labels` are aligned with `input_ids` (usually the same tensor): position i is scored on label
         i + 1, and labels of -100 are left out. `documents` [B, L] numbers the documents packed into a
-        row; tokens see their own only. `sample_keys` [B] keys the noise of stochastic routing.
+        row; tokens see their own only. `sample_keys` [B] keys the noise of stochastic routing; rows of equal
+        keys, and all rows where none are given, draw the same.
         `causal` lets every token decide its depth routing for itself, as it must in sampling; training and
         top-k evaluation compare the tokens of a sequence, future ones included.
         """
@@ -77,7 +78,8 @@ class ModeTransformer(nn.Module):
         logits_BLV = self.head(self.norm(x_BLD))
         if labels is None:
             return ModeOutput(logits_BLV, None, {}, tuple(routing))
-        total, terms = compute_losses(self.config, logits_BLV, labels, routing)
+        # Routing terms belong to training: against causal decisions the predictor would be its own target.
+        total, terms = compute_losses(self.config, logits_BLV, labels, () if causal else routing)
         return ModeOutput(logits_BLV, total, terms, tuple(routing))
 
     def move_biases(self, choice_counts: dict[int, Tensor]) -> None:

@@ -95,6 +95,13 @@ def test_two_ranks_with_the_same_global_batch_give_the_losses_of_one_and_resume_
                 if tag in a:
                     assert b[tag] == pytest.approx(a[tag], rel=1e-6), (name, a["step"], tag)
             assert (a["flops"], a["experts/no_op_share"]) == (b["flops"], b["experts/no_op_share"])
+    whole_batch = ["--set", 'mode.experts.balance_loss={"weight": 0.3, "scope": "global"}']
+    for ranks in (1, 2):
+        launch.run(arguments(config, tmp_path / f"global{ranks}", *whole_batch), tmp_path / f"g{ranks}.log", ranks)
+    rows = [launch.metrics(tmp_path / f"global{ranks}") for ranks in (1, 2)]
+    for a, b in zip(*rows, strict=True):
+        for tag in ("loss/train", "loss/expert_balance", "optim/grad_norm"):
+            assert b[tag] == pytest.approx(a[tag], rel=1e-6), ("global scope", a["step"], tag)
     launch.run(arguments(config, tmp_path / "part", *stop_after(5)), tmp_path / "part.log", ranks=2)
     launch.run(arguments(config, tmp_path / "part"), tmp_path / "rest.log", ranks=2)
     assert_same_run(tmp_path / "part", tmp_path / "two")
