@@ -43,8 +43,8 @@ def write(folder: Path, change: dict[str, Any], base: str = "ds_configs/mode.jso
 
 
 def known(folder: Path, base: str = "ds_configs/mode.json") -> Path:
-    """A shipped file with a batch, a length and a number of no-ops that the figures below are worked out for."""
-    change: dict[str, Any] = {"train_batch_size": 16, "mode.train": {"steps": 300}}
+    """A shipped file with the batch, length, head and number of no-ops that the figures below are worked out for."""
+    change: dict[str, Any] = {"train_batch_size": 16, "mode.train": {"steps": 300}, "mode.model.tied_head": True}
     if base == "ds_configs/mode.json":
         change["mode.experts.num_no_ops"] = 1
     return write(folder, change, base)
@@ -202,8 +202,10 @@ def test_a_description_beyond_ascii_does_not_break_a_plain_terminal(tmp_path: Pa
         ({"mode.experts": None}, ["--ep_size", "2"], "--ep_size has no effect"),
         ({"zero_optimization.offload_optimizer": {"device": "cpu"}}, [], "as if nothing were offloaded"),
         ({"optimizer.type": "Lion"}, [], 'optimizer.type is "Lion"; memory is counted as for Adam'),
+        ({"mode.experts.balance_bias": None}, [], "held by a balance loss of weight 0.01 alone"),
+        ({"mode.depth.predictor": None}, [], "neither depth.predictor nor depth.aux_loss is set"),
     ],
-    ids=["few tokens", "one token", "memory", "ep_size", "offload", "optimizer"],
+    ids=["few tokens", "one token", "memory", "ep_size", "offload", "optimizer", "weak balance", "no predictor"],
 )
 def test_a_config_worth_a_second_look_gets_a_warning(
     tmp_path: Path, change: dict[str, Any], arguments: list[str], warning: str

@@ -30,6 +30,7 @@ from mode.section import ConfigError
 Plan = dict[str, Any]
 
 FEW_ASSIGNMENTS = 8  # per expert and optimizer step: below it an expert's gradient is mostly noise
+WEAK_BALANCE = 0.3  # a balance loss below this weight does not hold the no-op share near its target
 LABEL_WIDTH, VALUE_WIDTH, RATIO_WIDTH = 42, 18, 8
 
 
@@ -173,12 +174,22 @@ def _warnings(plan: Plan, run: RunConfig, memory_gb: float | None) -> Iterator[s
                 f"an expert of a {name} block will see about {share} assignments per step; below {FEW_ASSIGNMENTS} "
                 "its gradient is mostly noise: use fewer experts or a larger batch"
             )
+    experts, depth = run.mode.experts, run.mode.depth
+    if experts is not None and experts.num_no_ops and experts.balance_bias is None:
+        weight = experts.balance_loss.weight if experts.balance_loss is not None else 0.0
+        if weight < WEAK_BALANCE:
+            yield (
+                f"the no-op share of {experts.no_op_fraction:g} is held by a balance loss of weight {weight:g} alone; "
+                f"below {WEAK_BALANCE:g} the share drifts, and the work with it: set mode.experts.balance_bias"
+            )
+    if depth is not None and depth.selection == "learned" and depth.predictor is None and depth.aux_loss is None:
+        yield "neither depth.predictor nor depth.aux_loss is set: nothing trains the decisions that sampling will need"
     total = plan["memory"]["total"]
     if memory_gb is not None and total > memory_gb * 1e9:
         yield f"about {total / 1e9:.1f} GB per rank, beyond the {memory_gb:g} GB of --memory_gb"
     zero = run.deepspeed.get("zero_optimization", {})
     for offload in ("offload_optimizer", "offload_param"):
-        if zero.get(offload):
+        if isinstance(zero.get(offload), dict) and zero[offload].get("device") != "none":
             yield f"zero_optimization.{offload} is set; memory is counted as if nothing were offloaded"
     optimizer = run.deepspeed.get("optimizer")
     kind = optimizer.get("type") if isinstance(optimizer, dict) else None
@@ -196,7 +207,7 @@ def _first(plan: Plan, routed: bool) -> Plan | None:
 
 
 def scaled(value: float, units: Sequence[str], base: float) -> str:
-    """`value` in the largest unit it reaches, with four significant digits."""
+    """`value` in the largest unit it reaches, with three significant digits."""
     power = 0
     while power + 1 < len(units) and value >= base:
         value, power = value / base, power + 1
