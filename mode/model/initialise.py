@@ -24,6 +24,9 @@ def initialise(model: nn.Module, config: ModeConfig) -> None:
             module.weight.fill_(1.0)
         elif isinstance(module, nn.Linear | nn.Embedding | Float32Linear):
             scale = residual_scale if _writes_to_the_stream(name) else 1.0
+            if config.model.tied_head and name in ("embedding", "head"):
+                # At full size every token would predict itself: the logit of its own entry would be sqrt(D).
+                scale = config.model.width**-0.25
             _draw(module.weight, scale, config.seed, name)
             if isinstance(module, nn.Linear) and module.bias is not None:
                 module.bias.zero_()

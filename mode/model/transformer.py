@@ -68,7 +68,7 @@ class ModeTransformer(nn.Module):
         num_rows, length = input_ids.shape
         if sample_keys is None:
             sample_keys = torch.zeros(num_rows, dtype=torch.int64, device=input_ids.device)
-        # The table's entries are of size 1/sqrt(D), so that it can serve as the head too; the stream's are of size 1.
+        # The table's entries are of size 1/sqrt(D), so that it can serve as a head too; those of the stream of size 1.
         x_BLD = self.embedding(input_ids) * self.config.model.width**0.5
         placement = self._place(num_rows, length, documents, x_BLD)
         routing = []
