@@ -75,7 +75,7 @@ class BalanceLossConfig(Section):
 class BalanceBiasConfig(Section):
     """A bias on the selection logits, moved toward the targets once per optimizer step."""
 
-    rate: float = number(0.02, above=0)
+    rate: float = number(0.05, above=0)
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from mode.section import ConfigError
 Plan = dict[str, Any]
 
 FEW_ASSIGNMENTS = 8  # per expert and optimizer step: below it an expert's gradient is mostly noise
-WEAK_BALANCE = 0.3  # a balance loss below this weight does not hold the no-op share near its target
+WEAK_BALANCE = 1.0  # a balance loss below this weight does not hold the no-op share near its target
 LABEL_WIDTH, VALUE_WIDTH, RATIO_WIDTH = 42, 18, 8
 
 
