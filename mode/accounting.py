@@ -370,6 +370,8 @@ def block_activation_bytes(config: ModeConfig, layer: int, counts: BlockCounts, 
     heads = 3 * model.head_width * (model.num_heads + model.num_kv_heads)  # qkv, rotated q and k, attended
     elements = slots * (model.width + heads) + tokens * model.width  # with the inputs of both halves
     fp32_elements = slots * (4 * model.width + model.num_heads)  # inside both norms; log-sum-exp
+    if config.data.document_masking:
+        elements += slots * counts.slots  # which slots see each other, as attention's kernels want it
     if depth is not None and config.is_routed(layer):
         elements += 2 * slots * model.width  # the update, before and after the gate
         elements += 2 * batch * depth.predictor.width if depth.predictor is not None else 0

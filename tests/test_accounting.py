@@ -504,8 +504,11 @@ def test_checkpointing_keeps_block_inputs_and_one_block() -> None:
 
 
 @pytest.mark.parametrize("name", ["dense", "moe", "mode"])
-def test_the_activation_estimate_is_near_what_autograd_saves(name: str) -> None:
+@pytest.mark.parametrize("masking", [False, True], ids=["one document", "masked documents"])
+def test_the_activation_estimate_is_near_what_autograd_saves(name: str, masking: bool) -> None:
     config = load_config(ROOT / "ds_configs" / f"{name}.json")
+    data = dataclasses.replace(config.data, document_masking=masking)
+    config = dataclasses.replace(config, data=data, model=dataclasses.replace(config.model, sequence_length=512))
     model = ModeTransformer(config)
     weights = {parameter.data_ptr() for parameter in model.parameters()}
     saved: dict[int, torch.Tensor] = {}  # by storage: many saved tensors are views of one
@@ -515,9 +518,10 @@ def test_the_activation_estimate_is_near_what_autograd_saves(name: str) -> None:
             saved[tensor.untyped_storage().data_ptr()] = tensor
         return tensor
 
-    ids = torch.randint(config.model.vocab_size, (2, 128), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(config.model.vocab_size, (2, 512), generator=torch.Generator().manual_seed(0))
+    documents = torch.arange(512).expand(2, -1) // 200 if masking else None
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        out = model(ids)
+        out = model(ids, documents=documents)
     counted = sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
     estimate = accounting.activation_bytes(config, [record.counts() for record in out.routing], element_size=4)
     assert 0.9 < estimate / counted < 1.1
