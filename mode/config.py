@@ -246,6 +246,9 @@ class DataConfig(Section):
             )
 
 
+RUN_LENGTHS = ("steps", "tokens", "flops")
+
+
 @dataclass(frozen=True)
 class TrainConfig(Section):
     """How long a run is, and what it does on the way."""
@@ -262,7 +265,7 @@ class TrainConfig(Section):
     monitor: str = choice("brief", of=("brief", "detailed"))
 
     def check(self) -> None:
-        given = [name for name in ("steps", "tokens", "flops") if getattr(self, name) is not None]
+        given = [name for name in RUN_LENGTHS if getattr(self, name) is not None]
         if len(given) != 1:
             raise ConfigError(
                 "steps",

@@ -13,7 +13,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from mode.config import ModeConfig, exact
+from mode.config import RUN_LENGTHS, ModeConfig, exact
 from mode.section import ConfigError, Section, choice, integer, show
 
 
@@ -180,6 +180,8 @@ def override(document: Any, setting: str) -> None:
         here = here[key] if isinstance(here, dict) else None
         if not isinstance(here, dict):
             raise ConfigError("--set", f"{setting}: {'.'.join(keys[: depth + 1])} is {show(here)}, not a JSON object")
+    if keys[:-1] == ["mode", "train"] and keys[-1] in RUN_LENGTHS and value is not None:
+        here.update(dict.fromkeys(RUN_LENGTHS))  # a length given here replaces the file's, whichever it was
     here[keys[-1]] = value
 
 

@@ -48,7 +48,13 @@ def fails(arguments: list[str], log: Path) -> str:
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_every_shipped_config_runs_three_steps(path, tmp_path):
-    settings = ["mode.train.steps=3", "train_batch_size=2", "mode.data.max_documents=60", "mode.train.eval_sequences=2"]
+    settings = [
+        "mode.train.flops=null",
+        "mode.train.steps=3",
+        "train_batch_size=2",
+        "mode.data.max_documents=60",
+        "mode.train.eval_sequences=2",
+    ]
     arguments = [argument for setting in settings for argument in ("--set", setting)]
     launch.run(["--deepspeed_config", str(path), "--output_dir", str(tmp_path / "run"), *arguments], tmp_path / "log")
     config, rows = load_config(tmp_path / "run" / "config.json"), launch.metrics(tmp_path / "run")
@@ -64,7 +70,7 @@ def test_every_cluster_config_runs_three_steps_at_a_small_size(path, tiny, tmp_p
     settings = [
         *("mode.model.width=32", "mode.model.num_layers=4", "mode.model.num_heads=2", "mode.model.num_kv_heads=1"),
         *("mode.model.ffn_width=32", "mode.model.vocab_size=300", "mode.model.sequence_length=32"),
-        *("mode.experts.width=32", "mode.experts.ep_size=1", "mode.train.tokens=null", "mode.train.flops=null"),
+        *("mode.experts.width=32", "mode.experts.ep_size=1"),
         *("mode.train.steps=3", "mode.train.eval_sequences=2", "mode.data.source=files", "mode.data.hub=null"),
         *(f"mode.data.files={corpus}", "mode.data.tokenizer=bytes", "mode.data.pretrained=null"),
         *("train_batch_size=2", "train_micro_batch_size_per_gpu=null", "gradient_accumulation_steps=null"),
@@ -148,7 +154,7 @@ def test_dry_run_prints_the_resolved_config_and_the_plan_and_writes_nothing(tiny
         (["mode.train.stepz=3"], 'mode.train.stepz: unknown key; did you mean "steps"?'),
         (["mode.train.steps"], '--set: is "mode.train.steps"; it must look like'),
         (["mode.model.width.x=1"], "mode.model.width is 32, not a JSON object"),
-        (["mode.train.tokens=4"], "exactly one of steps, tokens and flops"),
+        (["mode.train.steps=null"], "exactly one of steps, tokens and flops"),
         (["train_batch_size=3", "gradient_accumulation_steps=2"], "train_batch_size"),
         (['mode.data.files.paths=["/nowhere/*.txt"]'], "/nowhere/*.txt"),
         (["mode.model.sequence_length=1000000"], "sequence"),
@@ -169,7 +175,7 @@ def test_a_wrong_setting_is_one_clear_line(tiny, tmp_path, settings, words):
 def test_equal_flops_budgets_give_runs_of_equal_flops(tiny, tmp_path):
     budget, totals = 4e8, {}
     for name, change in {"both": [], "dense": ["mode.experts=null", "mode.depth=null"]}.items():
-        settings = ["mode.train.steps=null", f"mode.train.flops={budget}", *change]
+        settings = [f"mode.train.flops={budget}", *change]
         arguments = [argument for setting in settings for argument in ("--set", setting)]
         launch.run(
             ["--deepspeed_config", str(tiny), "--output_dir", str(tmp_path / name), *arguments],
@@ -181,7 +187,7 @@ def test_equal_flops_budgets_give_runs_of_equal_flops(tiny, tmp_path):
 
 
 def test_a_tokens_budget_is_a_number_of_steps(tiny, tmp_path):
-    arguments = ["--set", "mode.train.steps=null", "--set", "mode.train.tokens=640"]
+    arguments = ["--set", "mode.train.tokens=640"]
     launch.run(["--deepspeed_config", str(tiny), "--output_dir", str(tmp_path / "run"), *arguments], tmp_path / "log")
     assert launch.metrics(tmp_path / "run")[-1]["tokens"] == 640
 
