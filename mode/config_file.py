@@ -221,6 +221,12 @@ def _check_top_level(key: str) -> None:
 
 
 def _read_engine(deepspeed: dict[str, Any]) -> EngineConfig:
+    for name in ("optimizer", "scheduler", "tensorboard", "csv_monitor", "wandb", "comet"):
+        if not isinstance(deepspeed.get(name, {}), dict):
+            raise ConfigError(name, f"is {show(deepspeed[name])}; it must be a JSON object, or be left out")
+    job_name = deepspeed.get("tensorboard", {}).get("job_name", "run")
+    if not isinstance(job_name, str) or not job_name.strip():
+        raise ConfigError("tensorboard.job_name", f"is {show(job_name)}; it must be a non-empty string")
     json_paths = {
         "micro_batch_size": "train_micro_batch_size_per_gpu",
         "accumulation_steps": "gradient_accumulation_steps",

@@ -69,6 +69,15 @@ def complete_checkpoints(folder: Path) -> list[Path]:
     return sorted(found, key=step_of)
 
 
+def discard_after(folder: Path, step: int) -> None:
+    """Deletes the checkpoints of later steps: a run that starts at `step` writes its own. A collective."""
+    if distributed.get_rank() == 0:
+        for stale in complete_checkpoints(folder):
+            if step_of(stale) > step:
+                shutil.rmtree(stale)
+    distributed.barrier()
+
+
 def step_of(checkpoint: Path) -> int:
     match = STEP.fullmatch(checkpoint.name)
     assert match is not None
@@ -87,6 +96,8 @@ def find_checkpoint(resume: str, folder: Path) -> Path | None:
             if distributed.get_rank() == 0:
                 print(f"warning: {checkpoint} is damaged ({damage}); trying the one before", file=sys.stderr)
         return None
+    if not resume.strip():
+        raise ConfigError("--resume", 'is empty; it must be "auto", "never" or a path')
     path = Path(resume)
     if not STEP.fullmatch(path.name) and (path / "checkpoints").is_dir():
         path = path / "checkpoints"

@@ -72,7 +72,11 @@ def build_engine(run: RunConfig, model: ModeTransformer, world_size: int) -> Any
     if not isinstance(settings.get("optimizer"), dict) or "type" not in settings["optimizer"]:
         legal = 'a DeepSpeed optimizer section, such as {"type": "AdamW", "params": {"lr": 0.001}}'
         raise ConfigError("optimizer", f"is {show(settings.get('optimizer'))}; it must be {legal}")
-    engine, _, _, _ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=settings)
+    try:
+        engine, _, _, _ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=settings)
+    except (ValueError, TypeError, AssertionError, AttributeError, KeyError, NotImplementedError) as error:
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        raise ConfigError("deepspeed", f"DeepSpeed refused its part of the configuration: {reason}") from error
     return engine
 
 

@@ -33,15 +33,16 @@ class Recorder:
         self.active = rank == 0
         monitors = {name: dict(settings[name]) for name in MONITORS if name in settings}
         board = monitors.get("tensorboard", {})
-        if not board.get("output_path"):  # DeepSpeed joins the two: the events land in the run directory itself
-            board |= {"output_path": str(run_dir.parent), "job_name": run_dir.name}
+        for name in ("tensorboard", "csv_monitor"):  # DeepSpeed joins the two: files land in the run directory itself
+            section = monitors.get(name, {})
+            section.setdefault("job_name", run_dir.name)
+            if not section.get("output_path"):
+                section |= {"output_path": str(run_dir.parent), "job_name": run_dir.name}
         if self.active:
             run_dir.mkdir(parents=True, exist_ok=True)
             _prune_metrics(self.file, last_step)
             if board.get("enabled"):
                 _prune_events(Path(board["output_path"]) / board["job_name"], last_step)
-        if "tensorboard" in monitors:
-            monitors["tensorboard"] = board
         self.monitor = MonitorMaster(get_monitor_config(monitors))
         tensorboard = self.monitor.tb_monitor
         self.board = tensorboard.summary_writer if tensorboard is not None else None
@@ -99,11 +100,11 @@ def _prune_metrics(file: Path, step: int) -> None:
     if not file.exists():
         return
     kept = []
-    for line in file.read_text().splitlines():
+    for line in file.read_text(errors="replace").splitlines():
         try:
             if json.loads(line)["step"] <= step:
                 kept.append(line + "\n")
-        except (ValueError, KeyError):
+        except (ValueError, KeyError, TypeError):
             continue
     temporary = file.with_suffix(".tmp")
     temporary.write_text("".join(kept))

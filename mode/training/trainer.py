@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock, Timeout
 from torch import Tensor, distributed
 
 from mode import accounting
@@ -24,7 +25,7 @@ from mode.model.transformer import ModeOutput, ModeTransformer
 from mode.section import ConfigError
 from mode.training import checkpoint as checkpoints
 from mode.training.console import Console, plan_table, table
-from mode.training.engine import MONITORS, build_engine, device, engine_settings, peak_flops
+from mode.training.engine import build_engine, device, peak_flops
 from mode.training.evaluate import Evaluation, evaluate, model_inputs
 from mode.training.metrics import CHOICES, counted_flops, decision_image, routing_figures, routing_sums
 from mode.training.recorder import Recorder
@@ -56,6 +57,7 @@ class Trainer:
         self.loader = TrainLoader(
             data.train.rows, global_batch_size=self.global_rows, seed=self.config.seed, end_of_text=self.end_of_text
         )
+        self.lock = _lock(run_dir, self.rank)
         found = checkpoints.find_checkpoint(resume, run_dir / "checkpoints")
         if found is not None:
             _check_same_run(found, self.identity())
@@ -64,6 +66,7 @@ class Trainer:
         self.val_loss: float | None = None  # the last one evaluated
         if found is not None:
             self._restore(found)
+        checkpoints.discard_after(run_dir / "checkpoints", self.position["step"])
         self.guard = StepGuard(self.model, self.device, watch_gradients=run.engine.precision != "fp16")
         self.recorder = Recorder(run_dir, run.deepspeed, self.rank, self.position["step"])
         self.console = Console(self.position["step"], self.num_steps, active=self.rank == 0)
@@ -84,7 +87,9 @@ class Trainer:
         if mode["experts"] is not None:
             mode["experts"].pop("backend")
             mode["experts"].pop("ep_size")
-        return {"mode": mode, "train_batch_size": self.global_rows}
+        corpus = {"train": asdict(self.data.train.counts), "validation": asdict(self.data.validation.counts)}
+        layout = {"ranks": self.world_size, "zero_stage": self.run.engine.zero_stage}
+        return {"mode": mode, "train_batch_size": self.global_rows, "corpus": corpus, **layout}
 
     # ---- the loop ----
 
@@ -157,7 +162,7 @@ class Trainer:
         detailed = self.config.train.monitor == "detailed"
         values |= routing_figures(self.config, listed, detailed)
         if detailed:
-            self._write_histograms(out)
+            self._write_histograms(out, listed)
         return values, verdict.stop
 
     def _refuse_what_is_not_finite(self, verdict: Verdict, inputs: dict[str, Tensor | None]) -> None:
@@ -240,22 +245,27 @@ class Trainer:
             values["perf/mfu"] = done["flops"] / seconds / (self.peak_flops * self.world_size)
         return values
 
-    def _write_histograms(self, out: ModeOutput) -> None:
+    def _write_histograms(self, out: ModeOutput, sums: list[list[float]]) -> None:
+        """Of all ranks: the router logits of the last micro-batch, the choices of the whole step."""
         for record in out.routing:
             if record.depth is not None:
+                logits = record.depth.logits_BL.detach().contiguous()
+                everyone = [torch.empty_like(logits) for _ in range(self.world_size)]
+                distributed.all_gather(everyone, logits)
                 tag = f"histogram/depth_logits/block_{record.layer}"
-                self.recorder.write_histogram(tag, record.depth.logits_BL, self.position["step"])
+                self.recorder.write_histogram(tag, torch.cat(everyone), self.position["step"])
             if record.experts is not None:
+                counts = torch.tensor(sums[record.layer][CHOICES : CHOICES + record.experts.num_experts])
                 tag = f"histogram/tokens_per_expert/block_{record.layer}"
-                self.recorder.write_histogram(tag, record.experts.processed_counts_E(), self.position["step"])
+                self.recorder.write_histogram(tag, counts, self.position["step"])
 
     # ---- what the user reads ----
 
     def _describe(self, found: Path | None) -> None:
         if self.rank == 0:
-            settings = {**engine_settings(self.run, self.world_size), "mode": self.config.to_dict()}
-            settings |= {name: self.run.deepspeed[name] for name in MONITORS if name in self.run.deepspeed}
-            self.run_dir.mkdir(parents=True, exist_ok=True)
+            mode = self.config.to_dict()
+            mode["train"]["stop_after"] = None  # the file is there to go on with
+            settings = {**self.run.deepspeed, "mode": mode}
             (self.run_dir / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
             self.data.tokenizer.save(self.run_dir / "tokenizer")
             if found is None:
@@ -317,6 +327,24 @@ class Trainer:
             f"resume:       deepspeed train.py --deepspeed_config {self.run_dir / 'config.json'} "
             f"--output_dir {self.run_dir} --resume auto"
         )
+
+
+def _lock(run_dir: Path, rank: int) -> FileLock:
+    """Keeps a second run out of the directory. Held until the process ends, however it ends."""
+    lock = FileLock(run_dir / ".lock", timeout=0)
+    problems: list[str | None] = [None]
+    if rank == 0:
+        try:
+            run_dir.mkdir(parents=True, exist_ok=True)
+            lock.acquire()
+        except Timeout:
+            problems = [f"{run_dir} is in use by another run; wait for it, or name another directory"]
+        except OSError as error:
+            problems = [f"{run_dir} cannot be written to: {error.strerror or error}; name another directory"]
+    distributed.broadcast_object_list(problems)
+    if problems[0] is not None:
+        raise ConfigError("--output_dir", problems[0])
+    return lock
 
 
 def _check_same_run(found: Path, identity: dict[str, Any]) -> None:

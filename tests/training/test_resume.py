@@ -172,21 +172,23 @@ def test_kill_9_during_a_save_loses_nothing(world, tmp_path, fault):
     assert_same_run(tmp_path / "run", whole)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_signal_saves_and_exits_resumable(world, tmp_path, number, ranks):
-    config, whole = world
+@pytest.mark.parametrize(("number", "ranks"), [(signal.SIGINT, 1), (signal.SIGTERM, 2)], ids=["SIGINT", "SIGTERM"])
+def test_a_signal_to_one_rank_saves_and_exits_resumable(world, tmp_path, number, ranks):
+    config, _ = world
     run_dir = tmp_path / "run"
-    long = ["--set", "mode.train.save_every=1000", "--set", "mode.train.eval_every=1000"]
-    job = launch.start(arguments(config, run_dir, *long, "--set", "mode.train.steps=100000"), tmp_path / "log", ranks)
+    long = ["--set", "mode.train.steps=250", "--set", "mode.train.save_every=1000"]
+    job = launch.start(arguments(config, run_dir, *long), tmp_path / "log", ranks)
     while not (run_dir / "metrics.jsonl").exists() or len(launch.metrics(run_dir)) < 3:
         assert all(process.is_alive() for process in job.processes), job.output()
-        time.sleep(0.05)
-    os.kill(job.processes[-1].pid, number)  # one rank is told; all stop
+        time.sleep(0.02)
+    os.kill(job.processes[-1].pid, number)
     assert set(job.wait()) == {75}, job.output()
     last = launch.metrics(run_dir)[-1]["step"]
-    assert (run_dir / "checkpoints" / "latest").read_text() == f"step_{last:08d}"
+    assert last < 250 and (run_dir / "checkpoints" / "latest").read_text() == f"step_{last:08d}"
     assert "--resume auto" in job.output() and "the state is saved" in job.output()
+    launch.run(arguments(config, run_dir, *long), tmp_path / "log2", ranks)
+    launch.run(arguments(config, tmp_path / "straight", *long), tmp_path / "log3", ranks)
+    assert_same_run(run_dir, tmp_path / "straight")
 
 
 def poison_weights(rank: int, name: str) -> None:
@@ -307,6 +309,9 @@ def test_resuming_another_model_or_a_folder_without_checkpoints_is_refused(world
     cases = [
         (["--set", "mode.model.width=64"], "mode.model.width: is 64 but 32 in"),
         (["--set", "train_batch_size=8"], "train_batch_size: is 8 but 4 in"),
+        (["--set", "zero_optimization.stage=2"], "zero_stage: is 2 but 1 in"),
+        (["--set", "mode.data.max_documents=11"], "mode.data.max_documents: is 11 but None in"),
+        (["--resume", " "], "--resume: is empty"),
         (["--resume", str(tmp_path / "nowhere")], "--resume"),
     ]
     for number, (more, words) in enumerate(cases):
@@ -322,7 +327,21 @@ def test_resume_takes_a_path_and_never_starts_afresh(world, tmp_path):
     )
     assert "at step 9" in job.output()
     assert launch.reproducible(launch.metrics(tmp_path / "fork")) == launch.reproducible(launch.metrics(whole))[9:]
-    shutil.copytree(whole, tmp_path / "again")
-    job = launch.run(arguments(config, tmp_path / "again", "--resume", "never"), tmp_path / "b")
+    again = tmp_path / "again"
+    shutil.copytree(whole, again)
+    job = launch.run(arguments(config, again, "--resume", "never", *stop_after(4)), tmp_path / "b")
     assert "starting at step 0" in job.output()
-    assert_same_run(tmp_path / "again", whole)
+    assert saved_steps(again) == ["step_00000003", "step_00000004"], "the old run's checkpoints are replaced"
+    command = arguments(again / "config.json", again)  # the command that a stopped run prints
+    assert "at step 4" in launch.run(command, tmp_path / "c").output()
+    assert_same_run(again, whole)
+
+
+def test_a_changed_corpus_is_not_taken_for_the_same_run(world, tmp_path):
+    config = launch.write_tiny(tmp_path)
+    launch.run(arguments(config, tmp_path / "run", *stop_after(4)), tmp_path / "a")
+    with (tmp_path / "corpus" / "03.txt").open("a") as file:
+        file.write("one more line\n")
+    job = launch.start(arguments(config, tmp_path / "run"), tmp_path / "b")
+    assert job.wait() == [2], job.output()
+    assert "corpus.train.num_tokens: is" in job.output()

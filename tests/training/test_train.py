@@ -88,7 +88,7 @@ def test_the_run_directory_holds_config_metrics_events_checkpoints_and_tokenizer
     assert {"config.json", "metrics.jsonl", "checkpoints", "tokenizer"} <= names
     assert any(name.startswith("events.out.tfevents") for name in names)
     resolved = load_run_config(run_dir / "config.json")
-    assert resolved.deepspeed["scheduler"]["params"]["total_num_steps"] == 12
+    assert resolved.deepspeed["scheduler"]["params"]["total_num_steps"] == "auto", "a longer run gets a longer schedule"
     for row in launch.metrics(run_dir):
         assert {"step", "tokens", "flops", "loss/train", "perf/tokens_per_second", "optim/lr"} <= row.keys()
 
@@ -158,7 +158,13 @@ def test_dry_run_prints_the_resolved_config_and_the_plan_and_writes_nothing(tiny
         (["train_batch_size=3", "gradient_accumulation_steps=2"], "train_batch_size"),
         (['mode.data.files.paths=["/nowhere/*.txt"]'], "/nowhere/*.txt"),
         (["mode.model.sequence_length=1000000"], "sequence"),
-        (["optimizer=null"], "optimizer: is null; it must be a DeepSpeed optimizer section"),
+        (["optimizer=null"], "optimizer: is null; it must be a JSON object"),
+        (["optimizer={}"], "optimizer: is {}; it must be a DeepSpeed optimizer section"),
+        (["optimizer.type=Foo"], "DeepSpeed refused its part of the configuration"),
+        (["gradient_clipping=abc"], "DeepSpeed refused its part of the configuration"),
+        (["tensorboard=true"], "tensorboard: is true; it must be a JSON object"),
+        (["scheduler=null"], "scheduler: is null; it must be a JSON object"),
+        (["tensorboard.job_name=5"], "tensorboard.job_name: is 5"),
         (["mode.experts.ep_size=2"], "mode.experts.ep_size: is 2; training keeps all experts on every rank"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
@@ -190,6 +196,30 @@ def test_a_tokens_budget_is_a_number_of_steps(tiny, tmp_path):
     arguments = ["--set", "mode.train.tokens=640"]
     launch.run(["--deepspeed_config", str(tiny), "--output_dir", str(tmp_path / "run"), *arguments], tmp_path / "log")
     assert launch.metrics(tmp_path / "run")[-1]["tokens"] == 640
+
+
+def test_an_output_directory_that_cannot_be_used_is_one_clear_line(tiny, tmp_path):
+    (tmp_path / "file").write_text("")
+    for number, folder in enumerate([tmp_path / "file", tmp_path / "file" / "below", Path("/proc/nothing/run")]):
+        output = fails(["--deepspeed_config", str(tiny), "--output_dir", str(folder)], tmp_path / f"log{number}")
+        assert f"--output_dir: {folder} cannot be written to" in output
+
+
+def test_a_second_run_in_the_same_directory_is_refused(tiny, tmp_path):
+    arguments = ["--deepspeed_config", str(tiny), "--output_dir", str(tmp_path / "run")]
+    first = launch.start([*arguments, "--set", "mode.train.steps=100000"], tmp_path / "first")
+    while not (tmp_path / "run" / "metrics.jsonl").exists():
+        assert first.processes[0].is_alive(), first.output()
+        time.sleep(0.05)
+    assert "is in use by another run" in fails(arguments, tmp_path / "second")
+    first.kill()
+
+
+def test_the_csv_monitor_writes_into_the_run_directory(tiny, tmp_path):
+    run_dir = tmp_path / "run"
+    settings = ["--set", "csv_monitor.enabled=true", "--set", "mode.train.steps=2"]
+    launch.run(["--deepspeed_config", str(tiny), "--output_dir", str(run_dir), *settings], tmp_path / "log")
+    assert len(list(run_dir.glob("*loss_train.csv"))) == 1
 
 
 def test_help_explains_every_flag():
