@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mode.config import RUN_LENGTHS, ModeConfig, exact
-from mode.section import ConfigError, Section, choice, integer, show
+from mode.section import ConfigError, Section, choice, integer, number, show
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,7 @@ class EngineConfig(Section):
     accumulation_steps: int | None = integer(None, null=True)
     train_batch_size: int | None = integer(None, null=True)
     zero_stage: int = integer(0, low=0, high=3)
+    gradient_clipping: float = number(0.0, at_least=0)
     precision: str = choice("fp32", of=("fp32", "bf16", "fp16"))
 
     def check(self) -> None:
@@ -232,6 +233,7 @@ def _read_engine(deepspeed: dict[str, Any]) -> EngineConfig:
         "accumulation_steps": "gradient_accumulation_steps",
         "train_batch_size": "train_batch_size",
         "zero_stage": "zero_optimization.stage",
+        "gradient_clipping": "gradient_clipping",
     }
     values: dict[str, Any] = {}
     for name, path in json_paths.items():

@@ -161,7 +161,7 @@ def test_dry_run_prints_the_resolved_config_and_the_plan_and_writes_nothing(tiny
         (["optimizer=null"], "optimizer: is null; it must be a JSON object"),
         (["optimizer={}"], "optimizer: is {}; it must be a DeepSpeed optimizer section"),
         (["optimizer.type=Foo"], "DeepSpeed refused its part of the configuration"),
-        (["gradient_clipping=abc"], "DeepSpeed refused its part of the configuration"),
+        (["gradient_clipping=abc"], 'gradient_clipping: is "abc"; it must be a number at least 0'),
         (["tensorboard=true"], "tensorboard: is true; it must be a JSON object"),
         (["scheduler=null"], "scheduler: is null; it must be a JSON object"),
         (["tensorboard.job_name=5"], "tensorboard.job_name: is 5"),
