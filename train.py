@@ -100,9 +100,7 @@ def main(command_line: list[str] | None = None) -> int:
     except stops.SaveFailed as error:
         return fail(f"rank {rank}: {error}", stops.EXIT_SAVE_FAILED, every_rank=True)
     except OSError as error:
-        return fail(
-            f"rank {rank}: a file could not be read or written: {error}", stops.EXIT_SAVE_FAILED, every_rank=True
-        )
+        return fail(f"rank {rank}: reading or writing failed: {error}", stops.EXIT_SAVE_FAILED, every_rank=True)
     planned = run.mode.train.stop_after is not None and summary.step >= run.mode.train.stop_after
     return 0 if summary.finished or planned else stops.EXIT_INTERRUPTED
 

@@ -116,7 +116,7 @@ def body_updates(
         )
     flat = [x_D for middle in middles for x_D in middle]
     if config.experts is None:
-        ff = body.feed_forward
+        ff = body.feed_forward.swiglu
         mixed = [swiglu(ff.w1.weight, ff.w2.weight, ff.w3.weight, x_D) for x_D in flat]
     else:
         mixed = moe(body.feed_forward, config, flat)

@@ -256,6 +256,8 @@ def test_the_plain_model_imports_no_deepspeed():
         "from mode import ModeTransformer\n"
         "from tests.helpers import make_config\n"
         "ModeTransformer(make_config(experts={}, depth={}))(torch.zeros(1, 4, dtype=torch.int64))\n"
-        "assert not [name for name in sys.modules if name.split('.')[0] in ('deepspeed', 'megablocks', 'datasets')]"
+        "print([name for name in ('deepspeed', 'megablocks', 'datasets') if name in sys.modules])"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parent.parent)
+    root = Path(__file__).parent.parent
+    done = subprocess.run([sys.executable, "-c", code], check=True, cwd=root, capture_output=True, text=True)
+    assert done.stdout == "[]\n"

@@ -18,11 +18,15 @@ from mode.placement import Placement
 from mode.routing import BlockRouting, ExpertRouting
 
 
-class DenseFeedForward(SwiGLU):
+class DenseFeedForward(nn.Module):
     """The same signature as the expert feed-forward, with nothing to route."""
 
-    def forward(self, x_TD: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return super().forward(x_TD), None
+    def __init__(self, width: int, hidden_width: int) -> None:
+        super().__init__()
+        self.swiglu = SwiGLU(width, hidden_width)
+
+    def forward(self, x_TD: Tensor) -> tuple[Tensor, None]:
+        return self.swiglu(x_TD), None
 
 
 class BlockBody(nn.Module):

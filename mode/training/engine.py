@@ -74,6 +74,7 @@ def build_engine(run: RunConfig, model: ModeTransformer, world_size: int) -> Any
         raise ConfigError("optimizer", f"is {show(settings.get('optimizer'))}; it must be {legal}")
     try:
         engine, _, _, _ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=settings)
+    # DeepSpeed checks its settings by whatever exception comes first; all of these were seen for a wrong value.
     except (ValueError, TypeError, AssertionError, AttributeError, KeyError, NotImplementedError) as error:
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise ConfigError("deepspeed", f"DeepSpeed refused its part of the configuration: {reason}") from error

@@ -41,8 +41,8 @@ class Recorder:
         if self.active:
             run_dir.mkdir(parents=True, exist_ok=True)
             _prune_metrics(self.file, last_step)
-            if board.get("enabled"):
-                _prune_events(Path(board["output_path"]) / board["job_name"], last_step)
+            if board.get("enabled") and Path(board["output_path"], board["job_name"]) == run_dir:
+                _prune_events(run_dir, last_step)  # a folder the user named may hold other runs: left alone
         self.monitor = MonitorMaster(get_monitor_config(monitors))
         tensorboard = self.monitor.tb_monitor
         self.board = tensorboard.summary_writer if tensorboard is not None else None
