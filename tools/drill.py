@@ -162,7 +162,7 @@ def write_inputs(folder: Path, steps: int, ep_size: int) -> Path:
 
 
 def train(config: Path, run_dir: Path, nodes: list[list[str]], interface: str, timeout: float) -> list[float]:
-    """Trains with one launcher per entry of `nodes`; each entry is what stands before and after `deepspeed`.
+    """Trains with one launcher per entry of `nodes`; each entry is all that stands before `train.py`.
 
     Returns rank 0's loss of every step.
     """
@@ -187,7 +187,7 @@ def train(config: Path, run_dir: Path, nodes: list[list[str]], interface: str, t
                         start_new_session=True,  # a process group of its own, to be ended as one
                     )
                 )
-        _wait(processes, timeout)
+        in_time = _wait(processes, timeout)
     finally:
         for process in processes:
             with contextlib.suppress(ProcessLookupError):  # the group is empty: everything has ended
@@ -196,46 +196,48 @@ def train(config: Path, run_dir: Path, nodes: list[list[str]], interface: str, t
     codes = [process.returncode for process in processes]
     if any(codes):
         output = "\n".join(log.read_text(errors="replace")[-3000:] for log in logs)
-        raise Failed(f"{run_dir.name}: the launchers exited with {codes}; the end of their output:\n{output}")
+        why = f"the launchers exited with {codes}" if in_time else f"not finished after {timeout:g} s (--timeout)"
+        raise Failed(f"{run_dir.name}: {why}; the end of their output:\n{output}")
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return [row["loss/train"] for row in rows if "loss/train" in row]
 
 
-def _wait(processes: list[subprocess.Popen[bytes]], timeout: float) -> None:
-    """Until all have ended, or one has failed and the others had a moment to say why, or time is up."""
+def _wait(processes: list[subprocess.Popen[bytes]], timeout: float) -> bool:
+    """Until all have ended, or one has failed and the others had a moment to say why. False: time is up."""
     deadline = time.monotonic() + timeout
     while any(process.poll() is None for process in processes):
-        if any(process.poll() for process in processes):
+        failed = any(process.poll() for process in processes)
+        if failed:
             deadline = min(deadline, time.monotonic() + 5)
         if time.monotonic() > deadline:
-            return
+            return failed
         time.sleep(0.1)
+    return True
 
 
-def launcher(hosts: int, arguments: list[str], hostfile: Path) -> list[str]:
+def launcher(hostfile: Path, *arguments: str) -> list[str]:
     """`deepspeed` of this Python's environment, whatever PATH says."""
-    hostfile.write_text("".join(f"{address} slots={2 // hosts}\n" for address in ADDRESSES[:hosts]))
-    return [sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", str(hostfile), "--no_ssh", *arguments]
+    return [sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", str(hostfile), *arguments]
 
 
 def drill(folder: Path, steps: int, ep_size: int, timeout: float) -> Report:
     """Both trainings and their comparison."""
     report = Report(ep_size=ep_size)
     config = write_inputs(folder, steps, ep_size)
+    hostfile = folder / "hostfile"
+    hostfile.write_text("".join(f"{address} slots=1\n" for address in ADDRESSES))
     with two_hosts() as hosts:
-        place = ["--master_addr", ADDRESSES[0], "--master_port", "29500"]  # every port of a new namespace is free
         nodes = []
         for rank, host in enumerate(hosts):
-            command = launcher(2, ["--node_rank", str(rank), *place], folder / "hostfile")
-            nodes.append(["ip", "netns", "exec", host, *command])
+            place = ["--no_ssh", "--node_rank", str(rank), "--master_addr", ADDRESSES[0], "--master_port", "29500"]
+            nodes.append(["ip", "netns", "exec", host, *launcher(hostfile, *place)])
         before, started = [bytes_sent(host) for host in hosts], time.monotonic()
         report.losses_two_hosts = train(config, folder / "two_hosts", nodes, INTERFACE, timeout)
         report.seconds_two_hosts = round(time.monotonic() - started, 1)
         report.bytes_sent = [bytes_sent(host) - sent for host, sent in zip(hosts, before, strict=True)]
-    place = ["--node_rank", "0", "--master_addr", "127.0.0.1", "--master_port", str(_free_port())]
     started = time.monotonic()
-    nodes = [launcher(1, place, folder / "hostfile_one")]
-    report.losses_one_host = train(config, folder / "one_host", nodes, "lo", timeout)
+    local = launcher(folder / "no_hostfile", "--num_accelerators", "2", "--master_port", str(_free_port()))
+    report.losses_one_host = train(config, folder / "one_host", [local], "lo", timeout)
     report.seconds_one_host = round(time.monotonic() - started, 1)
     if not len(report.losses_two_hosts) == len(report.losses_one_host) == steps:
         found = f"{len(report.losses_two_hosts)} and {len(report.losses_one_host)}"
