@@ -51,7 +51,8 @@ exit $worst
 
 
 def test_two_hosts_train_to_the_losses_of_one_and_talk_over_the_link():
-    done = subprocess.run([*DRILL, "--steps", "6", "--ep_size", "1"], capture_output=True, text=True, timeout=300, check=False)
+    command = [*DRILL, "--steps", "6", "--ep_size", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     report = json.loads(done.stdout)
     if done.returncode == 77:
         pytest.skip(report["skipped"])
