@@ -12,9 +12,10 @@ from torch.utils.checkpoint import checkpoint
 
 from mode.config import ModeConfig
 from mode.losses import compute_losses
-from mode.model.block import build_block
+from mode.model.block import ExpertLayer, build_block
 from mode.model.initialise import initialise
 from mode.model.rope import rope_tables
+from mode.moe.layer import MoELayer
 from mode.moe.router import BiasedExpertRouter
 from mode.placement import Placement
 from mode.routing import BlockRouting
@@ -33,12 +34,13 @@ class ModeOutput:
 class ModeTransformer(nn.Module):
     """Decoder-only transformer with dense or expert feed-forward and, if configured, depth routing."""
 
-    def __init__(self, config: ModeConfig) -> None:
+    def __init__(self, config: ModeConfig, expert_layer: ExpertLayer = MoELayer) -> None:
+        """`expert_layer` makes the expert feed-forward; the engine's one keeps only this rank's experts."""
         super().__init__()
         self.config = config
         model = config.model
         self.embedding = nn.Embedding(model.vocab_size, model.width)
-        self.blocks = nn.ModuleList(build_block(config, layer) for layer in range(model.num_layers))
+        self.blocks = nn.ModuleList(build_block(config, layer, expert_layer) for layer in range(model.num_layers))
         self.norm = nn.RMSNorm(model.width, eps=model.norm_eps)
         self.head = nn.Linear(model.width, model.vocab_size, bias=False)
         if model.tied_head:
