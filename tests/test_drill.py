@@ -50,14 +50,13 @@ exit $worst
 """
 
 
-def test_two_hosts_train_to_the_losses_of_one_and_talk_over_the_link():
-    command = [*DRILL, "--steps", "6", "--ep_size", "1"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+def test_two_hosts_that_divide_the_experts_train_to_the_losses_of_one_and_talk_over_the_link():
+    done = subprocess.run([*DRILL, "--steps", "6"], capture_output=True, text=True, timeout=300, check=False)
     report = json.loads(done.stdout)
     if done.returncode == 77:
         pytest.skip(report["skipped"])
     assert done.returncode == 0, report["failed"] or report
-    assert len(report["losses_two_hosts"]) == 6
+    assert report["ep_size"] == 2 and len(report["losses_two_hosts"]) == 6
     assert report["losses_two_hosts"] == pytest.approx(report["losses_one_host"], rel=1e-6)
     assert report["losses_two_hosts"][-1] < report["losses_two_hosts"][0]
     assert min(report["bytes_sent"]) > 100_000, "an idle link carries some hundred bytes"
