@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from mode.config import ModeConfig
 from mode.losses import compute_losses
 from mode.model.block import build_block
 from mode.model.initialise import initialise
+from mode.model.pretrained import read_config, read_weights
 from mode.model.rope import rope_tables
 from mode.moe.router import BiasedExpertRouter
 from mode.placement import Placement
@@ -45,6 +47,34 @@ class ModeTransformer(nn.Module):
             self.head.weight = self.embedding.weight
         self.run_block: Callable[..., Any] = _run_checkpointed if model.activation_checkpointing else _run
         initialise(self, config)
+
+    @classmethod
+    def from_pretrained(
+        cls, folder: str | Path, *, device: str | torch.device = "cpu", dtype: torch.dtype | None = None
+    ) -> ModeTransformer:
+        """The model of an exported folder (`tools/export.py`), for evaluation. Unpickles nothing.
+
+        `dtype` is that of the weights in use; by default the one they are stored in.
+        """
+        config = read_config(folder)
+        with torch.device("meta"):
+            model = cls(config)
+        model._take(read_weights(folder, model.weights(), device), assign=True)
+        return (model if dtype is None else model.to(dtype)).eval()
+
+    def load_pretrained(self, folder: str | Path) -> None:
+        """Copies the weights of an exported folder into this model."""
+        self._take(read_weights(folder, self.weights()), assign=False)
+
+    def weights(self) -> dict[str, Tensor]:
+        """What an export holds: every parameter and buffer by name, a tied head left out."""
+        tied = ("head.weight",) if self.config.model.tied_head else ()
+        return {name: tensor for name, tensor in self.state_dict().items() if name not in tied}
+
+    def _take(self, weights: dict[str, Tensor], assign: bool) -> None:
+        self.load_state_dict(weights, strict=False, assign=assign)  # strictly checked when read
+        if self.config.model.tied_head:
+            self.head.weight = self.embedding.weight
 
     def forward(
         self,
