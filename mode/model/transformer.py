@@ -39,7 +39,8 @@ class ModeTransformer(nn.Module):
         super().__init__()
         self.config = config
         model = config.model
-        self.embedding = nn.Embedding(model.vocab_size, model.width)
+        # `from_pretrained` because the plain constructor draws weights, which `initialise` would replace.
+        self.embedding = nn.Embedding.from_pretrained(torch.empty(model.vocab_size, model.width), freeze=False)
         self.blocks = nn.ModuleList(build_block(config, layer) for layer in range(model.num_layers))
         self.norm = nn.RMSNorm(model.width, eps=model.norm_eps)
         self.head = nn.Linear(model.width, model.vocab_size, bias=False)
