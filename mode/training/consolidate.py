@@ -92,15 +92,13 @@ def to_universal(checkpoint: Path, folder: Path, workers: int = 1) -> None:
                         inject_missing_state=True,
                     )
                 )
-            except KeyError as error:
-                if error.args[0] not in ("exp_avg", "exp_avg_sq"):
-                    raise
+            # Whatever comes first: a missing key, a failed assertion, a full disk (a RuntimeError in torch.save).
+            except (KeyError, ValueError, AssertionError, RuntimeError) as error:
+                reason = " ".join(str(error).split())[:300] or type(error).__name__
+                adam = "; it knows the state of Adam and AdamW only" if reason.strip("'").startswith("exp_avg") else ""
                 raise ConfigError(
-                    "optimizer",
-                    f"the checkpoint's optimizer keeps no {error.args[0]}; DeepSpeed converts checkpoints of Adam and "
-                    "AdamW only",
-                    str(checkpoint),
-                ) from None
+                    "checkpoint", f"DeepSpeed could not put it together: {reason}{adam}", str(checkpoint)
+                ) from error
         made.rename(folder)
 
 
@@ -136,7 +134,11 @@ def _read_universal(file: Path) -> Tensor | None:
 
 
 def _without_zero(checkpoint: Path, state: dict[str, Any], expected: dict[str, Tensor]) -> dict[str, Tensor | None]:
-    """Stage 0: whole tensors in one file and, with expert parallelism, a file per expert."""
+    """Stage 0: whole tensors in one file and, with expert parallelism, a file per expert.
+
+    In half precision the float32 copies are taken where they can be told apart: where DeepSpeed keeps them in the
+    order of the parameters, as it does without expert parallelism. Else the weights are those the run computed with.
+    """
     found: dict[str, Tensor | None] = {name: state["module"].get(name) for name in expected}
     experts: dict[str, dict[int, Tensor]] = defaultdict(dict)
     for file in checkpoint.glob("layer_*_expert_*_model_states.pt"):
