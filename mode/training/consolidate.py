@@ -134,11 +134,7 @@ def _read_universal(file: Path) -> Tensor | None:
 
 
 def _without_zero(checkpoint: Path, state: dict[str, Any], expected: dict[str, Tensor]) -> dict[str, Tensor | None]:
-    """Stage 0: whole tensors in one file and, with expert parallelism, a file per expert.
-
-    In half precision the float32 copies are taken where they can be told apart: where DeepSpeed keeps them in the
-    order of the parameters, as it does without expert parallelism. Else the weights are those the run computed with.
-    """
+    """Stage 0: whole tensors in one file and, with expert parallelism, a file per expert."""
     found: dict[str, Tensor | None] = {name: state["module"].get(name) for name in expected}
     experts: dict[str, dict[int, Tensor]] = defaultdict(dict)
     for file in checkpoint.glob("layer_*_expert_*_model_states.pt"):
@@ -147,13 +143,25 @@ def _without_zero(checkpoint: Path, state: dict[str, Any], expected: dict[str, T
             experts[name][int(number)] = tensor
     for name, parts in experts.items():
         found[name] = torch.stack([parts[number] for number in sorted(parts)])
-    masters = _masters(state.get("optimizer"))  # of a half-precision run
-    if [tensor.shape for tensor in masters] == [tensor.shape for tensor in expected.values()]:
-        found |= dict(zip(expected, masters, strict=True))
+    for name, master in _masters(checkpoint, state, list(expected), set(experts)).items():
+        weight = found[name]
+        if weight is not None and master.shape == weight.shape and torch.equal(master.to(weight.dtype), weight):
+            found[name] = master
     return found
 
 
-def _masters(optimizer: Any) -> list[Tensor]:
-    """The float32 copies of the weights that DeepSpeed's half-precision optimizer without ZeRO keeps, in order."""
-    groups = optimizer.get("fp32_groups", []) if isinstance(optimizer, dict) else []
-    return [tensor for group in groups for tensor in group]
+def _masters(checkpoint: Path, state: dict[str, Any], names: list[str], experts: set[str]) -> dict[str, Tensor]:
+    """The float32 copies of the weights that DeepSpeed's half-precision optimizer without ZeRO keeps, if there are any.
+
+    They are stored without names, in the order of the parameters, those divided among expert-parallel ranks last.
+    """
+    files = sorted(checkpoint.glob("expp_rank_*_optim_states.pt"), key=lambda file: int(file.name.split("_")[2]))
+    optimizers = [_load(file)["optimizer"] for file in files] or [state.get("optimizer") or {}]
+    by_rank = [[tensor for group in optimizer.get("fp32_groups", []) for tensor in group] for optimizer in optimizers]
+    order = [name for name in names if name not in experts] + [name for name in names if name in experts]
+    if any(len(masters) != len(order) for masters in by_rank):
+        return {}
+    return {
+        name: torch.cat(parts) if name in experts else parts[0]
+        for name, parts in zip(order, zip(*by_rank, strict=True), strict=True)
+    }

@@ -134,22 +134,31 @@ def test_an_export_holds_the_float32_weights_of_the_optimizer_and_the_moved_bias
     assert not any(rounded), "more than the half-precision copy of the weights"
 
 
-def test_experts_in_files_of_their_own_are_put_together_in_their_order(world, tmp_path):
-    """As DeepSpeed writes them with expert parallelism and without ZeRO."""
+@pytest.mark.parametrize("case", CASES[:2], ids=lambda case: case.name)
+def test_experts_in_files_of_their_own_are_put_together_in_their_order(world, tmp_path, case):
+    """As DeepSpeed writes them with two expert-parallel ranks and without ZeRO."""
     _, folder = world
-    saved = folder / CASES[0].name / "checkpoints" / "step_00000004"
+    saved = folder / case.name / "checkpoints" / "step_00000004"
     state = torch.load(saved / "mp_rank_00_model_states.pt", weights_only=False)
-    files: dict[str, dict[str, torch.Tensor]] = {}
-    for name in [name for name in state["module"] if ".experts.w" in name]:
+    names = [name for name in state["module"] if "bias_J" not in name]
+    experts = [name for name in names if ".experts.w" in name]
+    files: dict[str, dict[str, Any]] = {}
+    for name in experts:
         for expert, tensor in enumerate(state["module"].pop(name)):
             file = f"layer_{name.split('.')[1]}_expert_{expert}_mp_rank_00_model_states.pt"
             files.setdefault(file, {})[f"{name}.{expert}"] = tensor.clone()
     assert len(files) == 8
+    if case.precision == "bf16":
+        masters = dict(zip(names, state.pop("optimizer")["fp32_groups"][0], strict=True))
+        common = [masters[name] for name in names if name not in experts]
+        for rank in range(2):
+            groups = [common, [masters[name].chunk(2)[rank].clone() for name in experts]]
+            files[f"expp_rank_{rank}_mp_rank_00_optim_states.pt"] = {"optimizer": {"fp32_groups": groups}}
     for file, content in files.items():
         torch.save(content, tmp_path / file)
     torch.save(state, tmp_path / "mp_rank_00_model_states.pt")
     shutil.copy(saved / "manifest.json", tmp_path)
-    expected = load_file(folder / "out" / CASES[0].name / "model.safetensors")
+    expected = load_file(folder / "out" / case.name / "model.safetensors")
     actual = full_weights(tmp_path)
     assert actual.keys() == expected.keys()
     assert all(torch.equal(actual[name], expected[name]) for name in expected)
