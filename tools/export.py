@@ -4,8 +4,8 @@
     python tools/export.py runs/mode/checkpoints/step_00000400 exported/mode_400 --dtype bf16
 
 The folder holds model.safetensors, config.json and the tokenizer. ModeTransformer.from_pretrained loads it and
-unpickles nothing; a run starts from it with --set mode.train.init_from=FOLDER. Checkpoints of every ZeRO stage
-and any number of ranks are read, by one process. The checkpoint itself is a pickle: export only what you trust.
+unpickles nothing; a run starts from it with --set mode.train.init_from=FOLDER. Checkpoints of every ZeRO stage,
+number of ranks and expert-parallel size are read, by one process. The checkpoint itself is a pickle: export only what you trust.
 """
 
 from __future__ import annotations

@@ -6,9 +6,11 @@ block is x + gate * update of the kept tokens (paper eq. 1): x is added once, un
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor, nn
 
-from mode.config import ModeConfig
+from mode.config import ExpertsConfig, ModeConfig
 from mode.depth.router import build_depth_router
 from mode.depth.tokens import add_to_tokens, flat_index, gather_tokens
 from mode.layers import SwiGLU
@@ -16,6 +18,8 @@ from mode.model.attention import Attention
 from mode.moe.layer import MoELayer
 from mode.placement import Placement
 from mode.routing import BlockRouting, ExpertRouting
+
+ExpertLayer = Callable[[ExpertsConfig, int], MoELayer]  # from the experts' settings and the model's width
 
 
 class DenseFeedForward(nn.Module):
@@ -32,7 +36,7 @@ class DenseFeedForward(nn.Module):
 class BlockBody(nn.Module):
     """Attention, then feed-forward: what the block adds to the stream."""
 
-    def __init__(self, config: ModeConfig) -> None:
+    def __init__(self, config: ModeConfig, expert_layer: ExpertLayer) -> None:
         super().__init__()
         model = config.model
         self.attention_norm = nn.RMSNorm(model.width, eps=model.norm_eps)
@@ -41,7 +45,7 @@ class BlockBody(nn.Module):
         self.feed_forward = (
             DenseFeedForward(model.width, model.ffn_width)
             if config.experts is None
-            else MoELayer(config.experts, model.width)
+            else expert_layer(config.experts, model.width)
         )
 
     def forward(self, x_BSD: Tensor, placement: Placement) -> tuple[Tensor, ExpertRouting | None]:
@@ -54,10 +58,10 @@ class BlockBody(nn.Module):
 class Block(nn.Module):
     """Every token goes through the body."""
 
-    def __init__(self, config: ModeConfig, layer: int) -> None:
+    def __init__(self, config: ModeConfig, layer: int, expert_layer: ExpertLayer) -> None:
         super().__init__()
         self.layer = layer
-        self.body = BlockBody(config)
+        self.body = BlockBody(config, expert_layer)
 
     def forward(
         self, x_BLD: Tensor, placement: Placement, sample_keys_B: Tensor, causal: bool = False
@@ -69,12 +73,12 @@ class Block(nn.Module):
 class DepthRoutedBlock(nn.Module):
     """The kept tokens go through the body, each update times its gate; the rest ride the residual."""
 
-    def __init__(self, config: ModeConfig, layer: int) -> None:
+    def __init__(self, config: ModeConfig, layer: int, expert_layer: ExpertLayer) -> None:
         super().__init__()
         assert config.depth is not None
         self.layer = layer
         self.router = build_depth_router(config.depth, config.model.width, config.seed, layer)
-        self.body = BlockBody(config)
+        self.body = BlockBody(config, expert_layer)
 
     def forward(
         self, x_BLD: Tensor, placement: Placement, sample_keys_B: Tensor, causal: bool = False
@@ -89,5 +93,5 @@ class DepthRoutedBlock(nn.Module):
         return out_BLD, BlockRouting(self.layer, kept, depth, experts)
 
 
-def build_block(config: ModeConfig, layer: int) -> nn.Module:
-    return (DepthRoutedBlock if config.is_routed(layer) else Block)(config, layer)
+def build_block(config: ModeConfig, layer: int, expert_layer: ExpertLayer) -> nn.Module:
+    return (DepthRoutedBlock if config.is_routed(layer) else Block)(config, layer, expert_layer)

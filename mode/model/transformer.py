@@ -13,10 +13,12 @@ from torch.utils.checkpoint import checkpoint
 
 from mode.config import ModeConfig
 from mode.losses import compute_losses
-from mode.model.block import build_block
+from mode.model.block import ExpertLayer, build_block
 from mode.model.initialise import initialise
 from mode.model.pretrained import read_config, read_weights
 from mode.model.rope import rope_tables
+from mode.moe.experts import Experts
+from mode.moe.layer import MoELayer
 from mode.moe.router import BiasedExpertRouter
 from mode.placement import Placement
 from mode.routing import BlockRouting
@@ -35,13 +37,14 @@ class ModeOutput:
 class ModeTransformer(nn.Module):
     """Decoder-only transformer with dense or expert feed-forward and, if configured, depth routing."""
 
-    def __init__(self, config: ModeConfig) -> None:
+    def __init__(self, config: ModeConfig, expert_layer: ExpertLayer = MoELayer) -> None:
+        """`expert_layer` makes the expert feed-forward; the engine's one keeps only this rank's experts."""
         super().__init__()
         self.config = config
         model = config.model
         # `from_pretrained` because the plain constructor draws weights, which `initialise` would replace.
         self.embedding = nn.Embedding.from_pretrained(torch.empty(model.vocab_size, model.width), freeze=False)
-        self.blocks = nn.ModuleList(build_block(config, layer) for layer in range(model.num_layers))
+        self.blocks = nn.ModuleList(build_block(config, layer, expert_layer) for layer in range(model.num_layers))
         self.norm = nn.RMSNorm(model.width, eps=model.norm_eps)
         self.head = nn.Linear(model.width, model.vocab_size, bias=False)
         if model.tied_head:
@@ -64,8 +67,15 @@ class ModeTransformer(nn.Module):
         return (model if dtype is None else model.to(dtype)).eval()
 
     def load_pretrained(self, folder: str | Path) -> None:
-        """Copies the weights of an exported folder into this model."""
-        self._take(read_weights(folder, self.weights()), assign=False)
+        """Copies the weights of an exported folder into this model, of the experts those that it keeps."""
+        with torch.device("meta"):
+            whole = ModeTransformer(self.config)
+        weights = read_weights(folder, whole.weights())
+        for path, module in self.named_modules():
+            if isinstance(module, Experts):
+                for name, part in module.named_parameters(path):
+                    weights[name] = weights[name][module.first : module.first + len(part)]
+        self._take(weights, assign=False)
 
     def weights(self) -> dict[str, Tensor]:
         """What an export holds: every parameter and buffer by name, a tied head left out."""

@@ -21,13 +21,13 @@ class NoSharedExperts(nn.Module):
 
 
 class MoELayer(nn.Module):
-    """Real experts and no-ops for T tokens. All experts live on this rank."""
+    """Real experts and no-ops for T tokens. All experts live on this rank, unless `experts` holds a part of them."""
 
-    def __init__(self, config: ExpertsConfig, width: int) -> None:
-        super().__init__()
+    def __init__(self, config: ExpertsConfig, width: int, experts: Experts | None = None) -> None:
+        nn.Module.__init__(self)  # by name: the subclass for the engine has a second parent
         self.router = build_expert_router(config, width)
         self.dispatcher = LocalDispatcher()
-        self.experts = Experts(config.num_experts, width, config.width, config.backend)
+        self.experts = experts or Experts(config.num_experts, width, config.width, config.backend)
         self.shared = SwiGLU(width, config.num_shared * config.width) if config.num_shared else NoSharedExperts()
 
     def forward(self, x_TD: Tensor) -> tuple[Tensor, ExpertRouting]:

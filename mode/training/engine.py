@@ -6,16 +6,20 @@ import copy
 import logging
 import os
 import socket
+from functools import partial
 from typing import Any
 
 import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import logger as deepspeed_logger
+from torch import distributed
 
 from mode import accounting
+from mode.config import ModeConfig
 from mode.config_file import RunConfig
 from mode.model.transformer import ModeTransformer
+from mode.moe.parallel import ParallelMoELayer
 from mode.section import ConfigError, show
 
 MONITORS = ("tensorboard", "csv_monitor", "wandb", "comet")
@@ -51,6 +55,8 @@ def engine_settings(run: RunConfig, world_size: int) -> dict[str, Any]:
     micro, accumulation = run.engine.batch_layout(world_size)
     settings["train_micro_batch_size_per_gpu"], settings["gradient_accumulation_steps"] = micro, accumulation
     settings["train_batch_size"] = micro * accumulation * world_size
+    if run.engine.zero_stage == 0:
+        settings["gradient_clipping"] = 0.0  # ours to do: see clip_gradients
     steps = accounting.num_steps(run, world_size)
     automatic = {"total_num_steps": steps, "warmup_num_steps": max(1, round(WARMUP_SHARE * steps))}
     scheduler = settings.get("scheduler", {}).get("params", {})
@@ -60,14 +66,20 @@ def engine_settings(run: RunConfig, world_size: int) -> dict[str, Any]:
     return settings
 
 
+def build_model(config: ModeConfig) -> ModeTransformer:
+    """The model with this rank's experts only."""
+    if config.experts is None:
+        return ModeTransformer(config)
+    ep_size, world_size = config.experts.ep_size, distributed.get_world_size()
+    if world_size % ep_size:
+        raise ConfigError(
+            "mode.experts.ep_size", f"is {ep_size}, which does not divide the {world_size} ranks; use a divisor"
+        )
+    return ModeTransformer(config, partial(ParallelMoELayer, ep_rank=distributed.get_rank() % ep_size))
+
+
 def build_engine(run: RunConfig, model: ModeTransformer, world_size: int) -> Any:
     """The engine around `model`, on this rank's device."""
-    if run.mode.experts is not None and run.mode.experts.ep_size > 1:
-        raise ConfigError(
-            "mode.experts.ep_size",
-            f"is {run.mode.experts.ep_size}; training keeps all experts on every rank so far: set it to 1 (ZeRO "
-            "still divides their optimizer state, and at stage 3 the experts themselves)",
-        )
     settings = engine_settings(run, world_size)
     if not isinstance(settings.get("optimizer"), dict) or "type" not in settings["optimizer"]:
         legal = 'a DeepSpeed optimizer section, such as {"type": "AdamW", "params": {"lr": 0.001}}'

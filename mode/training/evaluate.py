@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, distributed
 from torch.nn import functional as F
 
-from mode.data import Batch, Split, spread_rows, validation_batches
+from mode.data import Split, spread_rows, validation_batches
 from mode.layers import at_least_float32
 from mode.routing import BlockRouting
+from mode.training.step import model_inputs
 
 
 @dataclass(frozen=True)
@@ -53,12 +54,3 @@ def row_losses(logits_BLV: Tensor, ids_BL: Tensor) -> Tensor:
         at_least_float32(logits_BLV).flatten(0, 1), targets_BL.flatten(), ignore_index=-100, reduction="none"
     )
     return losses.view_as(targets_BL).sum(dim=1) / (ids_BL.shape[1] - 1)
-
-
-def model_inputs(batch: Batch, device: torch.device) -> dict[str, Tensor | None]:
-    """A batch as the model's arguments, without labels."""
-    return {
-        "input_ids": batch.input_ids.to(device),
-        "documents": None if batch.documents is None else batch.documents.to(device),
-        "sample_keys": batch.sample_ids.to(device),
-    }

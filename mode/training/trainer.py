@@ -26,10 +26,11 @@ from mode.model.transformer import ModeOutput, ModeTransformer
 from mode.section import ConfigError, show
 from mode.training import checkpoint as checkpoints
 from mode.training.console import Console, plan_table, table
-from mode.training.engine import build_engine, device, peak_flops
-from mode.training.evaluate import Evaluation, evaluate, model_inputs
-from mode.training.metrics import CHOICES, counted_flops, decision_image, routing_figures, routing_sums
+from mode.training.engine import build_engine, build_model, device, peak_flops
+from mode.training.evaluate import Evaluation, evaluate
+from mode.training.metrics import CHOICES, counted_flops, decision_image, routing_figures
 from mode.training.recorder import Recorder
+from mode.training.step import Inputs, optimizer_step
 from mode.training.stops import NotFinite, StepGuard, StopSignal, Verdict, first_bad_block
 
 SAMPLE_PROMPT_TOKENS, SAMPLE_NEW_TOKENS = 24, 72
@@ -62,7 +63,7 @@ class Trainer:
         found = checkpoints.find_checkpoint(resume, run_dir / "checkpoints")
         if found is not None:
             _check_same_run(found, self.identity())
-        model = ModeTransformer(self.config)
+        model = build_model(self.config)
         if found is None and self.config.train.init_from is not None:
             _start_from(model, self.config.train.init_from, data.tokenizer)
         self.engine = build_engine(run, model, self.world_size)
@@ -122,54 +123,45 @@ class Trainer:
 
     def _step(self, stop_signal: StopSignal) -> tuple[dict[str, float] | None, bool]:
         """One optimizer step: (what to log, if this step is logged; whether a rank was asked to stop)."""
-        step = self.position["step"]
-        sums: Tensor | None = None
-        terms: Tensor | None = None
-        for micro in range(self.num_micros):
-            batch = self.loader.batch(
-                step, rank=self.rank, world_size=self.world_size, micro=micro, num_micros=self.num_micros
+        position = self.position["step"]
+        batches = [
+            self.loader.batch(
+                position, rank=self.rank, world_size=self.world_size, micro=micro, num_micros=self.num_micros
             )
-            inputs = model_inputs(batch, self.device)
-            out: ModeOutput = self.engine(**inputs, labels=inputs["input_ids"])
-            assert out.loss is not None
-            self.engine.backward(out.loss)
-            self.guard.see_loss(out.loss)
-            found = torch.stack([out.loss.detach(), *(term.detach() for term in out.losses.values())]).double()
-            terms = found if terms is None else terms + found
-            step_sums = routing_sums(self.config, out.routing)
-            sums = step_sums if sums is None else sums + step_sums
-            if micro == self.num_micros - 1:
-                verdict = self.guard.verdict(stop_signal.received)
-                self._refuse_what_is_not_finite(verdict, inputs)
-                lr = self.engine.get_lr()[0]
-            self.engine.step()
-        assert sums is not None and terms is not None
-        distributed.all_reduce(sums)
-        self.model.move_biases(dict(enumerate(sums[:, CHOICES:])))
-        listed = sums.tolist()
+            for micro in range(self.num_micros)
+        ]
+        stop = False
+
+        def approve(losses: list[Tensor], inputs: Inputs) -> None:
+            nonlocal stop
+            for loss in losses:
+                self.guard.see_loss(loss)
+            verdict = self.guard.verdict(stop_signal.received)
+            self._refuse_what_is_not_finite(verdict, inputs)
+            stop = verdict.stop
+
+        step = optimizer_step(self.engine, self.run, batches, self.device, approve)
+        listed = step.sums.tolist()
         self.position = {
-            "step": step + 1,
+            "step": position + 1,
             "tokens": self.position["tokens"] + self.global_rows * self.config.model.sequence_length,
             "flops": self.position["flops"] + counted_flops(self.config, self.global_rows, listed),
         }
-        if (step + 1) % self.config.train.log_every and step + 1 != self.num_steps:
-            return None, verdict.stop
+        if (position + 1) % self.config.train.log_every and position + 1 != self.num_steps:
+            return None, stop
+        terms = torch.stack(list(step.losses.values()))
         distributed.all_reduce(terms)
-        names = ["total", *out.losses]
-        losses = dict(zip(names, (terms / (self.num_micros * self.world_size)).tolist(), strict=True))
+        losses = dict(zip(step.losses, (terms / (self.num_micros * self.world_size)).tolist(), strict=True))
         values = {"loss/train": losses.pop("cross_entropy"), **{f"loss/{name}": v for name, v in losses.items()}}
-        values["optim/lr"] = lr
-        norm = self.engine.get_global_grad_norm()
-        if norm is not None:
-            values["optim/grad_norm"] = float(norm)
+        values |= {"optim/lr": step.lr, "optim/grad_norm": step.grad_norm}
         values |= self._performance()
         detailed = self.config.train.monitor == "detailed"
         values |= routing_figures(self.config, listed, detailed)
         if detailed:
-            self._write_histograms(out, listed)
-        return values, verdict.stop
+            self._write_histograms(step.last, listed)
+        return values, stop
 
-    def _refuse_what_is_not_finite(self, verdict: Verdict, inputs: dict[str, Tensor | None]) -> None:
+    def _refuse_what_is_not_finite(self, verdict: Verdict, inputs: Inputs) -> None:
         if not verdict.bad_loss_ranks and not verdict.bad_groups:
             return
         step = self.position["step"] + 1

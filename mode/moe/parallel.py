@@ -1,0 +1,182 @@
+"""The expert layer as the DeepSpeed engine knows it, with its experts spread over ranks.
+
+The one file that knows DeepSpeed's MoE internals. The engine recognises expert layers by class, so ours is
+a subclass of DeepSpeed's AutoEP layer: that gives expert gradients their own reduction group, ZeRO its
+partitions and checkpoints their per-expert files. Code, parameter names and results are those of the plain
+layer.
+
+The path of a token over W expert-parallel ranks:
+
+1. its real choices are sorted by expert, which is by rank, as experts are placed in order (`LocalDispatcher`);
+2. the ranks tell each other how many rows they send to every expert;
+3. one uneven all-to-all carries exactly those rows: no no-op, no dropped choice, no padding;
+4. what arrived, sorted by sender, is sorted by expert; the experts compute; and all of it runs backwards.
+
+A rank with nothing to send or to receive takes part all the same: the all-to-all is a collective.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from deepspeed.checkpoint.autoep_affine import (
+    autoep_experts_for_rank,
+    autoep_placement_to_affine_map,
+    legacy_uniform_autoep_placement_descriptor,
+)
+from deepspeed.checkpoint.constants import (
+    AFFINE_MAP,
+    AUTOEP_EXPERT_PLACEMENT,
+    AUTOEP_PARAM_EP_RANK,
+    AUTOEP_PARAM_LOCAL_EXPERTS,
+    AUTOEP_PARAM_LOGICAL_SHAPE,
+    DS_AUTOEP_UC_META,
+)
+from deepspeed.module_inject.auto_ep_comm import COMM_BACKEND
+from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer, _AllToAllV, _split_plan_from_expert_counts
+from deepspeed.moe.utils import is_moe_param
+from torch import Tensor, distributed, nn
+
+from mode.config import ExpertsConfig
+from mode.moe.dispatch import Dispatched, LocalDispatcher
+from mode.moe.experts import Experts
+from mode.moe.layer import MoELayer
+from mode.routing import ExpertRouting
+from mode.section import ConfigError
+
+
+@dataclass(frozen=True)
+class Exchanged(Dispatched):
+    """What this rank's experts get from all ranks, and the way back.
+
+    `x_QD` and `counts_e` are of this rank's experts; the other inherited fields are of what it sent.
+    """
+
+    sent_splits: list[int]  # rows sent to each rank
+    received_splits: list[int]  # rows received from each rank
+    order_Q: Tensor  # int64: the arrivals, which come by sender, in the order of the experts
+
+
+class ParallelDispatcher(LocalDispatcher):
+    """The experts are spread over the ranks of `group`, in order, as many on each."""
+
+    def __init__(self, group: distributed.ProcessGroup) -> None:
+        self.group = group
+        self.num_ranks = distributed.get_world_size(group)
+
+    def dispatch(self, x_TD: Tensor, routing: ExpertRouting) -> Exchanged:
+        sent = super().dispatch(x_TD, routing)
+        num_local = routing.num_experts // self.num_ranks
+        plan = _split_plan_from_expert_counts(sent.counts_e, self.num_ranks, num_local, self.group)
+        arrived_QD = _AllToAllV.apply(self.group, sent.x_QD, plan.input_splits, plan.output_splits)
+        counts_We = plan.local_counts_by_source
+        order_Q = expert_order(counts_We, sum(plan.output_splits))
+        return Exchanged(
+            x_QD=arrived_QD.index_select(0, order_Q),
+            counts_e=counts_We.sum(dim=0),
+            tokens_R=sent.tokens_R,
+            gates_R=sent.gates_R,
+            num_tokens=sent.num_tokens,
+            sent_splits=plan.input_splits,
+            received_splits=plan.output_splits,
+            order_Q=order_Q,
+        )
+
+    def combine(self, out_QD: Tensor, sent: Dispatched) -> Tensor:
+        assert isinstance(sent, Exchanged)
+        by_sender_QD = torch.empty_like(out_QD).index_copy(0, sent.order_Q, out_QD)
+        out_RD = _AllToAllV.apply(self.group, by_sender_QD, sent.received_splits, sent.sent_splits)
+        return super().combine(out_RD, sent)
+
+
+def expert_order(counts_We: Tensor, num_rows: int) -> Tensor:
+    """The places, in the order of the experts, of rows that come by sender and, of one sender, by expert."""
+    num_ranks, num_local = counts_We.shape
+    experts_We = torch.arange(num_local, device=counts_We.device).repeat(num_ranks)
+    experts_Q = experts_We.repeat_interleave(counts_We.flatten(), output_size=num_rows)
+    return experts_Q.argsort(stable=True)
+
+
+class ParallelMoELayer(MoELayer, AutoEPMoELayer):
+    """`MoELayer` with the experts of expert-parallel rank `ep_rank`, marked for the engine."""
+
+    def __init__(self, config: ExpertsConfig, width: int, ep_rank: int) -> None:
+        num_local = config.num_experts // config.ep_size
+        experts = Experts(num_local, width, config.width, config.backend, first=ep_rank * num_local)
+        MoELayer.__init__(self, config, width, experts)
+        self._set_attributes_the_engine_reads(config, width, ep_rank)
+        self._mark_parameters()
+
+    def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False, **rest: Any) -> None:
+        """Called by the engine when its process groups exist."""
+        AutoEPMoELayer.set_deepspeed_parallelism(self, use_data_before_expert_parallel_, **rest)
+        if distributed.get_rank(self.ep_group) != self.ep_rank:
+            raise ConfigError(
+                "use_data_before_expert_parallelism",
+                "is true; consecutive ranks must form an expert-parallel group: leave it out",
+            )
+        if self.ep_size > 1:
+            self.dispatcher = ParallelDispatcher(self.ep_group)
+
+    def _set_attributes_the_engine_reads(self, config: ExpertsConfig, width: int, ep_rank: int) -> None:
+        self.ep_size, self.ep_rank = config.ep_size, ep_rank
+        self.ep_group_name = f"ep_size_{config.ep_size}"
+        self.ep_group: Any = None  # set by set_deepspeed_parallelism
+        self.num_experts = config.num_experts
+        self.num_local_experts = config.num_experts // config.ep_size
+        self.hidden_size = width
+        self.top_k = config.top_k
+        self.expert_placement_descriptor = legacy_uniform_autoep_placement_descriptor(
+            self.num_experts, self.num_local_experts, self.ep_size
+        )
+        self.folding_group_handles = None
+        self.tp_group = None
+        self.comm_backend = COMM_BACKEND
+        self.combine_impl = "weighted_sum"
+
+    def _mark_parameters(self) -> None:
+        for parameter in self.parameters():
+            parameter.allreduce = True  # type: ignore[attr-defined]
+            parameter.ds_zero_placement_family = "replicated"  # type: ignore[attr-defined]
+        for parameter in self.experts.parameters():
+            logical_shape = [self.num_experts, *parameter.shape[1:]]
+            placement = self.expert_placement_descriptor
+            marks = {
+                "allreduce": False,
+                "group_name": self.ep_group_name,
+                "ds_zero_placement_family": "autoep_expert",
+                "ds_zero_partition_group_name": self.ep_group_name,
+                DS_AUTOEP_UC_META: {
+                    AUTOEP_EXPERT_PLACEMENT: placement,
+                    AFFINE_MAP: autoep_placement_to_affine_map(placement, logical_shape).to_dict(),
+                    AUTOEP_PARAM_LOGICAL_SHAPE: logical_shape,
+                    AUTOEP_PARAM_EP_RANK: self.ep_rank,
+                    AUTOEP_PARAM_LOCAL_EXPERTS: list(autoep_experts_for_rank(placement, self.ep_rank)),
+                },
+            }
+            for name, value in marks.items():
+                setattr(parameter, name, value)
+
+
+@torch.no_grad()
+def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
+    """Scales the reduced gradients to a norm of at most `max_norm` (0: no limit) and returns their norm.
+
+    Every expert counts once, whichever rank has it. For stage 0 only: there DeepSpeed itself averages the
+    ranks' norms, which are not the same under expert parallelism, or leaves the experts out.
+    """
+    groups = [module.ep_group for module in model.modules() if isinstance(module, ParallelMoELayer)]
+    gradients = [(is_moe_param(p), p.grad) for p in model.parameters() if p.grad is not None]
+    squares = [torch.zeros((), device=next(model.parameters()).device) for _ in range(2)]
+    for is_expert, gradient in gradients:
+        squares[is_expert] += gradient.float().pow(2).sum()
+    if groups:
+        distributed.all_reduce(squares[True], group=groups[0])
+    norm = (squares[False] + squares[True]).sqrt()
+    if max_norm > 0:
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # the 1e-6 of DeepSpeed's other stages
+        for _, gradient in gradients:
+            gradient.mul_(scale)
+    return norm

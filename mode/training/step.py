@@ -1,0 +1,75 @@
+"""One optimizer step on this rank: forward and backward for every micro-batch, then the update.
+
+Knows nothing of logging, saving or when to stop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+
+from mode.config_file import RunConfig
+from mode.data import Batch
+from mode.model.transformer import ModeOutput
+from mode.moe.parallel import clip_gradients
+from mode.training.metrics import CHOICES, routing_sums
+
+Inputs = dict[str, Tensor | None]
+
+
+@dataclass(frozen=True)
+class Step:
+    """What an optimizer step leaves to report. Everything is of the whole global batch unless said otherwise."""
+
+    sums: Tensor  # routing_sums, float64
+    losses: dict[str, Tensor]  # summed over this rank's micro-batches, float64: "total", then its terms
+    grad_norm: float  # before clipping; not finite or negative where fp16 overflowed
+    lr: float
+    last: ModeOutput  # of this rank's last micro-batch
+
+
+def optimizer_step(
+    engine: Any,
+    run: RunConfig,
+    batches: Iterable[Batch],
+    device: torch.device,
+    approve: Callable[[list[Tensor], Inputs], None],
+) -> Step:
+    """Trains on this rank's micro-batches. `approve` sees their losses when all gradients are there, and may raise.
+
+    The selection biases move here too, once, by the choices of all ranks.
+    """
+    outputs: list[Tensor] = []
+    sums: Tensor | None = None
+    batches = list(batches)
+    for micro, batch in enumerate(batches):
+        inputs = model_inputs(batch, device)
+        out: ModeOutput = engine(**inputs, labels=inputs["input_ids"])
+        assert out.loss is not None
+        engine.backward(out.loss)
+        outputs.append(torch.stack([out.loss.detach(), *(term.detach() for term in out.losses.values())]).double())
+        found = routing_sums(run.mode, out.routing)
+        sums = found if sums is None else sums + found
+        if micro == len(batches) - 1:
+            approve([terms[0] for terms in outputs], inputs)
+            norm = clip_gradients(engine.module, run.engine.gradient_clipping) if run.engine.zero_stage == 0 else None
+            lr = engine.get_lr()[0]
+        engine.step()
+    assert sums is not None
+    distributed.all_reduce(sums)
+    engine.module.move_biases(dict(enumerate(sums[:, CHOICES:])))
+    losses = dict(zip(["total", *out.losses], torch.stack(outputs).sum(dim=0), strict=True))
+    return Step(sums, losses, float(engine.get_global_grad_norm() if norm is None else norm), lr, out)
+
+
+def model_inputs(batch: Batch, device: torch.device) -> Inputs:
+    """A batch as the model's arguments, without labels."""
+    return {
+        "input_ids": batch.input_ids.to(device),
+        "documents": None if batch.documents is None else batch.documents.to(device),
+        "sample_keys": batch.sample_ids.to(device),
+    }
