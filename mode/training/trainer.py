@@ -30,6 +30,7 @@ from mode.training.engine import build_engine, build_model, device, peak_flops
 from mode.training.evaluate import Evaluation, evaluate
 from mode.training.metrics import CHOICES, counted_flops, decision_image, routing_figures
 from mode.training.recorder import Recorder
+from mode.training.shared import check_shared
 from mode.training.step import Inputs, optimizer_step
 from mode.training.stops import NotFinite, StepGuard, StopSignal, Verdict, first_bad_block
 
@@ -60,6 +61,7 @@ class Trainer:
             data.train.rows, global_batch_size=self.global_rows, seed=self.config.seed, end_of_text=self.end_of_text
         )
         self.lock = _lock(run_dir, self.rank)
+        check_shared(run_dir)
         found = checkpoints.find_checkpoint(resume, run_dir / "checkpoints")
         if found is not None:
             _check_same_run(found, self.identity())

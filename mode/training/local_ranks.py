@@ -1,0 +1,78 @@
+"""Runs a function on several ranks of this machine, for tools and tests. Training itself is launched by DeepSpeed."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import tempfile
+import time
+from collections.abc import Callable
+from multiprocessing.context import BaseContext
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+class RankFailed(Exception):
+    """A rank raised, or took too long."""
+
+
+def run_on_ranks(
+    function: Callable[..., Any],
+    num_ranks: int,
+    *arguments: Any,
+    seconds: float = 3600,
+    context: BaseContext | None = None,
+) -> list[Any]:
+    """What `function(*arguments)` returns on each of `num_ranks` new processes that are told of each other.
+
+    They find the address of their group in the environment, as under a launcher; joining it is up to the function.
+    The function must be importable, and so must what it is given and returns.
+    """
+    context = context or multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        files = [Path(folder) / f"{rank}.pt" for rank in range(num_ranks)]
+        port = free_port()
+        processes: list[Any] = [
+            context.Process(target=_main, args=(rank, num_ranks, port, str(file), function, arguments))  # type: ignore[attr-defined]
+            for rank, file in enumerate(files)
+        ]
+        for process in processes:
+            process.start()
+        deadline = time.monotonic() + seconds
+        while any(process.is_alive() for process in processes):
+            if time.monotonic() > deadline or any(process.exitcode for process in processes):
+                break
+            time.sleep(0.05)
+        codes = [process.exitcode for process in processes]
+        for process in processes:
+            if process.is_alive():
+                process.kill()
+            process.join()
+        if codes != [0] * num_ranks:
+            raise RankFailed(
+                f"exit codes of the ranks: {codes} (None: still running after {seconds:.0f} s or a failure)"
+            )
+        return [torch.load(file, weights_only=False) for file in files]
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _main(
+    rank: int, num_ranks: int, port: int, file: str, function: Callable[..., Any], arguments: tuple[Any, ...]
+) -> None:
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_SIZE": str(num_ranks),
+        "WORLD_SIZE": str(num_ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    torch.save(function(*arguments), file)
