@@ -20,6 +20,7 @@ setup(
         "tokenizers>=0.20",
         "tensorboard>=2.16",
         "numpy>=1.26",
+        "safetensors>=0.4",
         "filelock",
         "huggingface_hub",
         "tqdm",

@@ -263,6 +263,7 @@ class TrainConfig(Section):
     keep_last: int = integer(3)
     stop_after: int | None = integer(None, null=True)
     monitor: str = choice("brief", of=("brief", "detailed"))
+    init_from: str | None = text(None, null=True)  # an exported folder whose weights a new run starts with
 
     def check(self) -> None:
         given = [name for name in RUN_LENGTHS if getattr(self, name) is not None]

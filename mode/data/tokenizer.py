@@ -49,6 +49,10 @@ class Tokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         return self._backend.decode([int(id) for id in ids], skip_special_tokens=False)
 
+    def same_as(self, other: Tokenizer) -> bool:
+        """Whether both give every text the same ids, by their files."""
+        return self.end_of_text == other.end_of_text and self._backend.to_str() == other._backend.to_str()
+
     def save(self, folder: str | Path) -> None:
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)

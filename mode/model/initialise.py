@@ -42,6 +42,8 @@ def _writes_to_the_stream(name: str) -> bool:
 
 def _draw(weight: Tensor, scale: float, seed: int, name: str) -> None:
     """Normal numbers of size scale / sqrt(fan-in): a unit input gives an output of size `scale`."""
+    if weight.is_meta:  # a model that is about to be given its weights
+        return
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
     weight.copy_(torch.randn(weight.shape, generator=generator) * (scale * weight.shape[-1] ** -0.5))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +15,9 @@ from mode.config import ModeConfig
 from mode.losses import compute_losses
 from mode.model.block import ExpertLayer, build_block
 from mode.model.initialise import initialise
+from mode.model.pretrained import read_config, read_weights
 from mode.model.rope import rope_tables
+from mode.moe.experts import Experts
 from mode.moe.layer import MoELayer
 from mode.moe.router import BiasedExpertRouter
 from mode.placement import Placement
@@ -39,7 +42,8 @@ class ModeTransformer(nn.Module):
         super().__init__()
         self.config = config
         model = config.model
-        self.embedding = nn.Embedding(model.vocab_size, model.width)
+        # `from_pretrained` because the plain constructor draws weights, which `initialise` would replace.
+        self.embedding = nn.Embedding.from_pretrained(torch.empty(model.vocab_size, model.width), freeze=False)
         self.blocks = nn.ModuleList(build_block(config, layer, expert_layer) for layer in range(model.num_layers))
         self.norm = nn.RMSNorm(model.width, eps=model.norm_eps)
         self.head = nn.Linear(model.width, model.vocab_size, bias=False)
@@ -47,6 +51,41 @@ class ModeTransformer(nn.Module):
             self.head.weight = self.embedding.weight
         self.run_block: Callable[..., Any] = _run_checkpointed if model.activation_checkpointing else _run
         initialise(self, config)
+
+    @classmethod
+    def from_pretrained(
+        cls, folder: str | Path, *, device: str | torch.device = "cpu", dtype: torch.dtype | None = None
+    ) -> ModeTransformer:
+        """The model of an exported folder (`tools/export.py`), for evaluation. Unpickles nothing.
+
+        `dtype` is that of the weights in use; by default the one they are stored in.
+        """
+        config = read_config(folder)
+        with torch.device("meta"):
+            model = cls(config)
+        model._take(read_weights(folder, model.weights(), device), assign=True)
+        return (model if dtype is None else model.to(dtype)).eval()
+
+    def load_pretrained(self, folder: str | Path) -> None:
+        """Copies the weights of an exported folder into this model, of the experts those that it keeps."""
+        with torch.device("meta"):
+            whole = ModeTransformer(self.config)
+        weights = read_weights(folder, whole.weights())
+        for path, module in self.named_modules():
+            if isinstance(module, Experts):
+                for name, part in module.named_parameters(path):
+                    weights[name] = weights[name][module.first : module.first + len(part)]
+        self._take(weights, assign=False)
+
+    def weights(self) -> dict[str, Tensor]:
+        """What an export holds: every parameter and buffer by name, a tied head left out."""
+        tied = ("head.weight",) if self.config.model.tied_head else ()
+        return {name: tensor for name, tensor in self.state_dict().items() if name not in tied}
+
+    def _take(self, weights: dict[str, Tensor], assign: bool) -> None:
+        self.load_state_dict(weights, strict=False, assign=assign)  # strictly checked when read
+        if self.config.model.tied_head:
+            self.head.weight = self.embedding.weight
 
     def forward(
         self,

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import distributed
+from tqdm import tqdm
 
 from mode.section import ConfigError
 from mode.training.stops import SaveFailed
@@ -89,13 +90,7 @@ def find_checkpoint(resume: str, folder: Path) -> Path | None:
     if resume == "never":
         return None
     if resume == "auto":
-        for checkpoint in reversed(complete_checkpoints(folder)):
-            damage = _damage(checkpoint)
-            if damage is None:
-                return checkpoint
-            if distributed.get_rank() == 0:
-                print(f"warning: {checkpoint} is damaged ({damage}); trying the one before", file=sys.stderr)
-        return None
+        return newest_whole(folder)
     if not resume.strip():
         raise ConfigError("--resume", 'is empty; it must be "auto", "never" or a path')
     path = Path(resume)
@@ -110,10 +105,21 @@ def find_checkpoint(resume: str, folder: Path) -> Path | None:
         raise ConfigError(
             "--resume", f"{resume} is not a complete checkpoint; it must be a folder named step_N, or a run"
         )
-    damage = _damage(path)
-    if damage is not None:
-        raise ConfigError("--resume", f"{path} is damaged: {damage}; name another, or use --resume auto")
+    problem = damage(path)
+    if problem is not None:
+        raise ConfigError("--resume", f"{path} is damaged: {problem}; name another, or use --resume auto")
     return path
+
+
+def newest_whole(folder: Path) -> Path | None:
+    """The newest checkpoint of a run whose files are as they were written. Same on every rank."""
+    for checkpoint in reversed(complete_checkpoints(folder)):
+        problem = damage(checkpoint)
+        if problem is None:
+            return checkpoint
+        if not distributed.is_initialized() or distributed.get_rank() == 0:
+            print(f"warning: {checkpoint} is damaged ({problem}); trying the one before", file=sys.stderr)
+    return None
 
 
 def run_of(checkpoint: Path) -> dict[str, Any]:
@@ -135,6 +141,8 @@ def _files(folder: Path) -> list[str]:
 
 def _checksums(folder: Path, files: list[str]) -> dict[str, list[int]]:
     """{file: [size, crc32]}; the ranks share the reading."""
+    if not distributed.is_initialized():  # a tool's single process
+        return {name: _checksum(folder / name) for name in tqdm(files, desc="checking", leave=False, disable=None)}
     rank, world_size = distributed.get_rank(), distributed.get_world_size()
     mine = {name: _checksum(folder / name) for name in files[rank::world_size]}
     parts: list[Any] = [None] * world_size
@@ -154,8 +162,8 @@ def _checksum(path: Path) -> list[int]:
     return [size, checksum]
 
 
-def _damage(checkpoint: Path) -> str | None:
-    """What is wrong with a checkpoint's files, or None. A collective."""
+def damage(checkpoint: Path) -> str | None:
+    """What is wrong with a checkpoint's files, or None. A collective, where there is a process group."""
     try:
         expected = json.loads((checkpoint / MANIFEST).read_text())["files"]
         names = sorted(expected)

@@ -19,10 +19,11 @@ from torch import Tensor, distributed
 
 from mode import accounting
 from mode.config_file import RunConfig
-from mode.data import PackedData, TrainLoader, bigram_loss, spread_rows
+from mode.data import PackedData, Tokenizer, TrainLoader, bigram_loss, spread_rows
 from mode.generation.uncached import generate_uncached
+from mode.model.pretrained import check_same_model
 from mode.model.transformer import ModeOutput, ModeTransformer
-from mode.section import ConfigError
+from mode.section import ConfigError, show
 from mode.training import checkpoint as checkpoints
 from mode.training.console import Console, plan_table, table
 from mode.training.engine import build_engine, build_model, device, peak_flops
@@ -64,7 +65,10 @@ class Trainer:
         found = checkpoints.find_checkpoint(resume, run_dir / "checkpoints")
         if found is not None:
             _check_same_run(found, self.identity())
-        self.engine = build_engine(run, build_model(self.config), self.world_size)
+        model = build_model(self.config)
+        if found is None and self.config.train.init_from is not None:
+            _start_from(model, self.config.train.init_from, data.tokenizer)
+        self.engine = build_engine(run, model, self.world_size)
         self.position = {"step": 0, "tokens": 0, "flops": 0}
         self.val_loss: float | None = None  # the last one evaluated
         if found is not None:
@@ -211,7 +215,7 @@ class Trainer:
             self.position["step"],
             state,
             self.config.train.keep_last,
-            self.identity(),
+            {**self.identity(), "config": self.config.to_dict()},
         )
         self.clock_start += time.perf_counter() - started
 
@@ -271,7 +275,9 @@ class Trainer:
             f"  data             {self.data.source}: {counts.num_tokens:,} training tokens in "
             f"{counts.num_documents:,} documents\n  run directory    {self.run_dir}"
         )
-        start = "starting at step 0" if found is None else f"resuming from {found} at step {self.position['step']}"
+        weights = self.config.train.init_from
+        fresh = "starting at step 0" + (f" with the weights of {weights}" if weights is not None else "")
+        start = fresh if found is None else f"resuming from {found} at step {self.position['step']}"
         self.console.note(f"  {start}\n")
 
     def _finish(self) -> Summary:
@@ -339,6 +345,18 @@ def _lock(run_dir: Path, rank: int) -> FileLock:
     if problems[0] is not None:
         raise ConfigError("--output_dir", problems[0])
     return lock
+
+
+def _start_from(model: ModeTransformer, folder: str, tokenizer: Tokenizer) -> None:
+    """Gives a new run's model the weights of an exported folder; one of another model or tokenizer is refused."""
+    check_same_model(model.config, folder)
+    if not tokenizer.same_as(Tokenizer.load(folder)):
+        raise ConfigError(
+            "mode.train.init_from",
+            f"{folder} was trained with another tokenizer than this run's, so its tokens mean something else; use its "
+            f'own: set mode.data.tokenizer to "pretrained" and mode.data.pretrained to {show(folder)}',
+        )
+    model.load_pretrained(folder)
 
 
 def _check_same_run(found: Path, identity: dict[str, Any]) -> None:

@@ -1,0 +1,152 @@
+"""Turns a checkpoint into a folder that loads without DeepSpeed.
+
+    python tools/export.py runs/mode exported/mode
+    python tools/export.py runs/mode/checkpoints/step_00000400 exported/mode_400 --dtype bf16
+
+The folder holds model.safetensors, config.json and the tokenizer. ModeTransformer.from_pretrained loads it and
+unpickles nothing; a run starts from it with --set mode.train.init_from=FOLDER. Checkpoints of every ZeRO stage,
+number of ranks and expert-parallel size are read, by one process. The checkpoint itself is a pickle: export only
+what you trust.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="export.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("checkpoint", help="a run directory (its newest whole checkpoint) or a folder named step_N")
+    parser.add_argument("output", help="the folder to write")
+    parser.add_argument("--step", type=int, metavar="N", help="the checkpoint of that step, given a run directory")
+    parser.add_argument(
+        "--dtype",
+        choices=("fp32", "bf16"),
+        default="fp32",
+        help="of the weights; the selection bias stays fp32 (default: fp32, the optimizer's own copy)",
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace an export that is there already")
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    return parser.parse_args(arguments)
+
+
+def choose(path: Path, step: int | None) -> Path:
+    """The checkpoint that the command line means, its files compared with its manifest."""
+    from mode.section import ConfigError
+    from mode.training.checkpoint import MANIFEST, STEP, damage, newest_whole, step_of
+
+    if STEP.fullmatch(path.name):
+        if step is not None and step != step_of(path):
+            raise ConfigError("--step", f"is {step}, but {path} is of step {step_of(path)}; leave it out")
+        checkpoint = path
+    else:
+        folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+        if step is None:
+            newest = newest_whole(folder)
+            if newest is None:
+                lack = "holds no whole checkpoint" if path.is_dir() else "does not exist"
+                raise ConfigError("checkpoint", f"{path} {lack}; name a run directory, or a folder named step_N")
+            return newest
+        checkpoint = folder / f"step_{step:08d}"
+    if not (checkpoint / MANIFEST).is_file():
+        raise ConfigError("checkpoint", f"{checkpoint} is not a complete checkpoint; name another")
+    problem = damage(checkpoint)
+    if problem is not None:
+        raise ConfigError("checkpoint", f"{checkpoint} is damaged: {problem}; name another")
+    return checkpoint
+
+
+def export(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Does it, and returns the figures to print."""
+    import torch
+
+    from mode.model.pretrained import DTYPES, TOKENIZER_FILES, WEIGHTS, check_output, save_pretrained
+    from mode.model.transformer import ModeTransformer
+    from mode.section import ConfigError
+    from mode.training.checkpoint import step_of
+    from mode.training.consolidate import config_of, full_weights
+
+    output = Path(os.path.abspath(arguments.output))
+    check_output(output, arguments.overwrite)
+    checkpoint = choose(Path(os.path.abspath(arguments.checkpoint)), arguments.step)
+    run_dir = checkpoint.parent.parent
+    for name in TOKENIZER_FILES:
+        if not (run_dir / "tokenizer" / name).is_file():
+            missing = run_dir / "tokenizer" / name
+            raise ConfigError("checkpoint", f"{missing} is missing; name a checkpoint inside its run directory")
+    config = config_of(checkpoint)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    workers = min(4, len(os.sched_getaffinity(0)))
+    weights = full_weights(checkpoint, scratch=output.parent, workers=workers)
+    with torch.device("meta"):
+        model = ModeTransformer(config).to(DTYPES[arguments.dtype])  # knows what stays float32
+    weights = {name: weights[name].to(tensor.dtype) for name, tensor in model.weights().items()}
+    save_pretrained(output, config, weights, run_dir / "tokenizer", overwrite=arguments.overwrite)
+    step = step_of(checkpoint)
+    evaluated, loss = validation_loss(run_dir / "metrics.jsonl", step)
+    return {
+        "output": arguments.output,
+        "description": config.description,
+        "checkpoint": str(checkpoint),
+        "step": step,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "dtype": arguments.dtype,
+        "bytes": (output / WEIGHTS).stat().st_size,
+        "validation_loss": loss,
+        "validation_step": evaluated,
+    }
+
+
+def validation_loss(metrics: Path, step: int) -> tuple[int | None, float | None]:
+    """(step, loss) of the last evaluation up to `step`."""
+    lines = metrics.read_text().splitlines() if metrics.is_file() else []
+    for row in map(json.loads, reversed(lines)):
+        if row["step"] <= step and "loss/val" in row:
+            return row["step"], row["loss/val"]
+    return None, None
+
+
+def render(figures: dict[str, Any]) -> str:
+    from mode.training.console import table
+
+    loss, evaluated = figures["validation_loss"], figures["validation_step"]
+    when = "" if evaluated == figures["step"] else f"  (at step {evaluated})"
+    return table(
+        [
+            ("model", figures["description"]),
+            ("checkpoint", figures["checkpoint"]),
+            ("step", f"{figures['step']:,}"),
+            ("parameters", f"{figures['parameters']:,}"),
+            ("weights", f"{figures['bytes']:,} bytes, {figures['dtype']}"),
+            ("validation loss", "not evaluated" if loss is None else f"{loss:.4f}{when}"),
+            ("use", f'ModeTransformer.from_pretrained("{figures["output"]}")'),
+            ("train on", f"deepspeed train.py ... --set mode.train.init_from={figures['output']}"),
+        ]
+    )
+
+
+def main(command_line: list[str] | None = None) -> int:
+    arguments = parse_arguments(command_line)
+    from mode.section import ConfigError
+
+    try:
+        figures = export(arguments)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"error: reading or writing failed: {error}", file=sys.stderr)
+        return 4
+    print(json.dumps(figures, indent=2) if arguments.json else render(figures))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
