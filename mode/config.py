@@ -263,6 +263,7 @@ class TrainConfig(Section):
     keep_last: int = integer(3)
     stop_after: int | None = integer(None, null=True)
     monitor: str = choice("brief", of=("brief", "detailed"))
+    watchdog_seconds: float | None = number(300.0, above=0, at_most=1e6, null=True)
 
     def check(self) -> None:
         given = [name for name in RUN_LENGTHS if getattr(self, name) is not None]

@@ -6,19 +6,23 @@ import copy
 import logging
 import os
 import socket
+from datetime import timedelta
 from typing import Any
 
 import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
+from deepspeed.constants import default_pg_timeout
 from deepspeed.utils import logger as deepspeed_logger
 
 from mode import accounting
 from mode.config_file import RunConfig
 from mode.model.transformer import ModeTransformer
 from mode.section import ConfigError, show
+from mode.training.watchdog import Watchdog
 
 MONITORS = ("tensorboard", "csv_monitor", "wandb", "comet")
+TIMEOUT_MARGIN = 60  # seconds by which a collective's own limit is longer than the watchdog's, which tells more
 WARMUP_SHARE = 0.1  # of the steps, where the scheduler's warm-up is "auto"
 
 
@@ -27,7 +31,7 @@ def _is_news(record: logging.LogRecord) -> bool:
     return "before it has started" not in record.getMessage()
 
 
-def start_process_group() -> None:
+def start_process_group(watchdog: Watchdog) -> None:
     """Joins the launcher's process group; alone, when started as plain `python train.py`."""
     deepspeed_logger.setLevel(logging.WARNING)
     deepspeed_logger.addFilter(_is_news)
@@ -40,7 +44,11 @@ def start_process_group() -> None:
         alone = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         os.environ.update({name: str(value) for name, value in alone.items()})
     get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))  # collectives before the engine exists need it too
-    deepspeed.init_distributed(dist_backend=get_accelerator().communication_backend_name(), verbose=False)
+    address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    watchdog.progress(f"the start, joining {os.environ['WORLD_SIZE']} ranks at {address}")
+    timeout = default_pg_timeout if watchdog.limit is None else timedelta(seconds=watchdog.limit + TIMEOUT_MARGIN)
+    backend = get_accelerator().communication_backend_name()
+    deepspeed.init_distributed(dist_backend=backend, verbose=False, timeout=timeout)
 
 
 def engine_settings(run: RunConfig, world_size: int) -> dict[str, Any]:

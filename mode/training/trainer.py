@@ -10,6 +10,7 @@ import json
 import math
 import time
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from mode.training.evaluate import Evaluation, evaluate, model_inputs
 from mode.training.metrics import CHOICES, counted_flops, decision_image, routing_figures, routing_sums
 from mode.training.recorder import Recorder
 from mode.training.stops import NotFinite, StepGuard, StopSignal, Verdict, first_bad_block
+from mode.training.watchdog import Watchdog
 
 SAMPLE_PROMPT_TOKENS, SAMPLE_NEW_TOKENS = 24, 72
 
@@ -45,8 +47,8 @@ class Summary:
 class Trainer:
     """Everything of one run on this rank."""
 
-    def __init__(self, run: RunConfig, data: PackedData, run_dir: Path, resume: str) -> None:
-        self.run, self.data, self.run_dir = run, data, run_dir
+    def __init__(self, run: RunConfig, data: PackedData, run_dir: Path, resume: str, watchdog: Watchdog) -> None:
+        self.run, self.data, self.run_dir, self.watchdog = run, data, run_dir, watchdog
         self.config = run.mode
         self.rank, self.world_size = distributed.get_rank(), distributed.get_world_size()
         self.micro_rows, self.num_micros = run.engine.batch_layout(self.world_size)
@@ -57,14 +59,17 @@ class Trainer:
         self.loader = TrainLoader(
             data.train.rows, global_batch_size=self.global_rows, seed=self.config.seed, end_of_text=self.end_of_text
         )
+        self.watchdog.progress("the start, looking for a checkpoint")
         self.lock = _lock(run_dir, self.rank)
         found = checkpoints.find_checkpoint(resume, run_dir / "checkpoints")
         if found is not None:
             _check_same_run(found, self.identity())
+        self.watchdog.progress("the start, building the engine")
         self.engine = build_engine(run, ModeTransformer(self.config), self.world_size)
         self.position = {"step": 0, "tokens": 0, "flops": 0}
         self.val_loss: float | None = None  # the last one evaluated
         if found is not None:
+            self.watchdog.progress(f"the start, loading {found}")
             self._restore(found)
         checkpoints.discard_after(run_dir / "checkpoints", self.position["step"])
         self.guard = StepGuard(self.model, self.device, watch_gradients=run.engine.precision != "fp16")
@@ -122,6 +127,7 @@ class Trainer:
         sums: Tensor | None = None
         terms: Tensor | None = None
         for micro in range(self.num_micros):
+            self.watchdog.progress(f"step {step + 1}")
             batch = self.loader.batch(
                 step, rank=self.rank, world_size=self.world_size, micro=micro, num_micros=self.num_micros
             )
@@ -206,10 +212,12 @@ class Trainer:
             batch_size=self.micro_rows,
             end_of_text=self.end_of_text,
             device=self.device,
+            progress=partial(self.watchdog.progress, f"the evaluation after step {self.position['step']}"),
         )
 
     def _save(self) -> None:
         started = time.perf_counter()
+        self.watchdog.progress(f"the save of step {self.position['step']}")
         state = {"position": self.position, "rng": torch.get_rng_state()}
         checkpoints.save_checkpoint(
             self.engine,
@@ -291,7 +299,9 @@ class Trainer:
             self.recorder.close()
             return Summary(False, self.position["step"])
         loss = self.val_loss if self.val_loss is not None else self._validation_loss().loss
+        self.watchdog.progress("the closing sample")
         sample = self._sample()
+        self.watchdog.close()  # no collective follows, and the closing table may take its time
         self.recorder.write_text("sample", sample, self.position["step"])
         self.recorder.close()
         if self.rank == 0:
