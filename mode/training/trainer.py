@@ -33,6 +33,7 @@ from mode.training.recorder import Recorder
 from mode.training.stops import NotFinite, StepGuard, StopSignal, Verdict, first_bad_block
 from mode.training.watchdog import Watchdog
 
+START_PATIENCE = 300.0  # seconds: building an engine may compile, and reading a checkpoint takes its time
 SAMPLE_PROMPT_TOKENS, SAMPLE_NEW_TOKENS = 24, 72
 
 
@@ -59,17 +60,17 @@ class Trainer:
         self.loader = TrainLoader(
             data.train.rows, global_batch_size=self.global_rows, seed=self.config.seed, end_of_text=self.end_of_text
         )
-        self.watchdog.progress("the start, looking for a checkpoint")
+        self.watchdog.progress("the start, looking for a checkpoint", START_PATIENCE)
         self.lock = _lock(run_dir, self.rank)
         found = checkpoints.find_checkpoint(resume, run_dir / "checkpoints")
         if found is not None:
             _check_same_run(found, self.identity())
-        self.watchdog.progress("the start, building the engine")
+        self.watchdog.progress("the start, building the engine", START_PATIENCE)
         self.engine = build_engine(run, ModeTransformer(self.config), self.world_size)
         self.position = {"step": 0, "tokens": 0, "flops": 0}
         self.val_loss: float | None = None  # the last one evaluated
         if found is not None:
-            self.watchdog.progress(f"the start, loading {found}")
+            self.watchdog.progress(f"the start, loading {found}", START_PATIENCE)
             self._restore(found)
         checkpoints.discard_after(run_dir / "checkpoints", self.position["step"])
         self.guard = StepGuard(self.model, self.device, watch_gradients=run.engine.precision != "fp16")
@@ -77,6 +78,7 @@ class Trainer:
         self.console = Console(self.position["step"], self.num_steps, active=self.rank == 0)
         self.peak_flops = peak_flops(run.engine.precision)
         self._describe(found)
+        distributed.barrier()  # the first step has a shorter limit than the start of the slowest rank
 
     @property
     def model(self) -> ModeTransformer:

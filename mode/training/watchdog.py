@@ -40,8 +40,8 @@ class Watchdog:
 
     def __init__(self, limit: float | None, rank: int) -> None:
         self.limit, self.rank = limit, rank
-        self.stage, self.beats = "the start", 0
-        self._closed = threading.Event()
+        self.stage, self.patience, self.beats = "the start", 0.0, 0
+        self._closed, self._leaving = threading.Event(), threading.Lock()
 
     def __enter__(self) -> Self:
         if self.limit is not None:
@@ -57,9 +57,12 @@ class Watchdog:
             reason = str(error).splitlines()[0]
             self._leave(f"a collective failed at {self.stage}, {where}; another rank has died or hangs ({reason})")
 
-    def progress(self, stage: str) -> None:
-        """Called wherever the run gets on; `stage` is what it is about to do, as in "step 12"."""
-        self.stage = stage
+    def progress(self, stage: str, patience: float = 0.0) -> None:
+        """Called wherever the run gets on; `stage` is what it is about to do, as in "step 12".
+
+        A stage with `patience` is given so many seconds even where the limit is shorter.
+        """
+        self.stage, self.patience = stage, patience
         self.beats += 1
 
     def close(self) -> None:
@@ -70,12 +73,14 @@ class Watchdog:
         seen, idle = self.beats, 0
         while not self._closed.wait(limit / TICKS):
             seen, idle = self.beats, idle + 1 if self.beats == seen else 0
-            if idle >= TICKS:
-                self._leave(f"no progress for {limit:g} s at {self.stage}, {_explained(whereabouts(stacks()))}")
+            allowed = max(limit, self.patience)
+            if idle * limit >= allowed * TICKS:
+                self._leave(f"no progress for {allowed:g} s at {self.stage}, {_explained(whereabouts(stacks()))}")
 
     def _leave(self, message: str) -> NoReturn:
         """Prints and ends the process at once: exit handlers could wait for the lost rank again."""
         line = f"error: rank {self.rank}: {message}. The last checkpoint is untouched: resume with --resume auto\n"
+        self._leaving.acquire()  # for good: a rank speaks once, though both its threads may have noticed
         with contextlib.suppress(OSError):
             os.write(2, line.encode())
         os._exit(EXIT_WATCHDOG)

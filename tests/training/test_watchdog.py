@@ -11,13 +11,12 @@ import threading
 import time
 import traceback
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 
 from mode.training import watchdog
-from mode.training.stops import EXIT_SAVE_FAILED, EXIT_WATCHDOG
+from mode.training.stops import EXIT_WATCHDOG
 from tests import launch
 from tests.training.test_resume import arguments, kill_in_save
 
@@ -25,7 +24,8 @@ LIMIT = 6  # seconds without progress
 SLACK = 6  # for a look of the watchdog and a busy machine
 WATCHED = ["--set", f"mode.train.watchdog_seconds={LIMIT}"]
 LONG = [*WATCHED, "--set", "mode.train.steps=5000", "--set", "mode.train.save_every=5000"]
-NAMED = r"error: rank {rank}: .* at (step \d+|the (evaluation after|save of) step \d+), inside \w+ \(called from mode/"
+INSIDE = r", inside \w+ \(called from mode/"
+IN_A_STEP = r".* at (step|the evaluation after step|the save of step) \d+" + INSIDE
 
 
 @pytest.fixture(scope="module")
@@ -40,12 +40,12 @@ def wait_for_steps(job: launch.Job, number: int) -> None:
         time.sleep(0.01)
 
 
-def assert_left(job: launch.Job, rank: int, words: str = NAMED) -> None:
+def assert_left(job: launch.Job, rank: int, words: str = IN_A_STEP) -> None:
     """The rank has gone by itself, and said why in one line."""
     output = job.logs[rank].read_text()
     assert job.processes[rank].exitcode == EXIT_WATCHDOG, output
     errors = [line for line in output.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1 and re.match(words.format(rank=rank), errors[0]), output
+    assert len(errors) == 1 and re.match(f"error: rank {rank}: {words}", errors[0]), output
     assert "--resume auto" in errors[0] and "Traceback" not in output
 
 
@@ -64,7 +64,8 @@ def test_when_a_rank_hangs_the_others_leave_within_the_limit_even_if_asked_to_st
         os.kill(job.processes[2].pid, signal.SIGTERM)  # as the launcher does; a blocked rank never looks at its flag
         join(job, [0, 2], LIMIT + SLACK)
         for rank in (0, 2):
-            assert_left(job, rank, rf"error: rank {{rank}}: no progress for {LIMIT} s .*{NAMED.split(': .*')[1]}")
+            assert_left(job, rank)
+        assert f"no progress for {LIMIT} s" in job.output()  # the first to leave; that may be what the other notices
         os.kill(job.processes[1].pid, signal.SIGCONT)
         join(job, [1], LIMIT + SLACK)
         assert_left(job, 1)
@@ -92,9 +93,9 @@ def test_a_rank_that_hangs_in_its_own_work_says_so_itself(config, tmp_path):
     try:
         wait_for_steps(job, 2)
         join(job, [0, 1], LIMIT + SLACK)
-        assert_left(job, 0, r"error: rank 0: no progress for 6 s at step 3, inside \w+ .*; another rank")
-        own = r"error: rank 1: no progress for 6 s at step 3, outside any collective \(in mode/training/trainer.py:\d+ "
-        assert_left(job, 1, own + r"in _step\); this rank hangs")
+        assert_left(job, 0, r".* at step 3" + INSIDE)
+        own = r".* at step 3, outside any collective \(in mode/training/trainer.py:\d+ in _step\); this rank hangs"
+        assert_left(job, 1, own)
     finally:
         job.kill()
 
@@ -103,10 +104,9 @@ def test_a_rank_that_never_starts_is_reported_with_the_address_and_the_number_of
     job = launch.start(arguments(config, tmp_path / "run", *WATCHED), tmp_path / "log", 2, before=stay_away)
     try:
         join(job, [0], 30 + LIMIT + SLACK)  # an import and the data come before the limit counts
-        words = (
-            r"error: rank 0: no progress for 6 s at the start, joining 2 ranks at 127\.0\.0\.1:\d+, inside init_proc"
+        assert_left(
+            job, 0, r"no progress for 6 s at the start, joining 2 ranks at 127\.0\.0\.1:\d+, inside init_process_g"
         )
-        assert_left(job, 0, words)
     finally:
         job.kill()
 
@@ -114,23 +114,6 @@ def test_a_rank_that_never_starts_is_reported_with_the_address_and_the_number_of
 def stay_away() -> None:
     if os.environ["RANK"] == "1":
         os._exit(0)
-
-
-def refuse_files() -> None:
-    """Rank 1 cannot write its part of a checkpoint."""
-    if os.environ["RANK"] == "1":
-
-        def refuse(*args, **kwargs):
-            raise OSError(28, "No space left on device")
-
-        torch.save = refuse
-
-
-def test_a_disk_full_on_one_rank_is_told_by_that_rank_alone(config, tmp_path):
-    job = launch.start(arguments(config, tmp_path / "run", *WATCHED), tmp_path / "log", 2, before=refuse_files)
-    assert job.wait(60)[1] == EXIT_SAVE_FAILED, job.output()
-    assert "No space left" in job.logs[1].read_text()
-    assert_left(job, 0, r"error: rank 0: .* at the save of step 3, inside \w+ \(called from mode/training/checkpoint")
 
 
 KILLS, KILL_IN_SAVE = 6, 3  # how often, and which of them is inside a save
@@ -161,9 +144,8 @@ def test_a_run_whose_ranks_are_killed_again_and_again_equals_the_uninterrupted_o
             join(job, list(range(ranks)), LIMIT + SLACK)
             assert job.processes[victim].exitcode == -signal.SIGKILL, job.output()
             for survivor in set(range(ranks)) - {victim}:
-                starting = NAMED.replace("at (", r"at (the start\b.*|")
-                in_save = NAMED.replace(r"(step \d+|the (evaluation after|save of) step \d+)", r"the save of step \d+")
-                assert_left(job, survivor, starting if fault is None else in_save)
+                running = IN_A_STEP if steps else ".* at .*, inside "
+                assert_left(job, survivor, running if fault is None else r".* at the save of step \d+" + INSIDE)
         finally:
             job.kill()
         logged = (tmp_path / "run" / "metrics.jsonl").read_text() if (tmp_path / "run/metrics.jsonl").exists() else ""
@@ -287,7 +269,3 @@ def test_a_run_may_take_longer_than_the_limit_while_it_gets_on():
     process.start()
     process.join(60)
     assert process.exitcode == 0
-
-
-def test_paths_are_shown_from_the_package_on():
-    assert watchdog.PACKAGE == Path(launch.ROOT) / "mode"
