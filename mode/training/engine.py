@@ -14,6 +14,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.constants import default_pg_timeout
 from deepspeed.utils import logger as deepspeed_logger
+from torch.distributed import DistNetworkError
 
 from mode import accounting
 from mode.config_file import RunConfig
@@ -48,7 +49,12 @@ def start_process_group(watchdog: Watchdog) -> None:
     watchdog.progress(f"the start, joining {os.environ['WORLD_SIZE']} ranks at {address}")
     timeout = default_pg_timeout if watchdog.limit is None else timedelta(seconds=watchdog.limit + TIMEOUT_MARGIN)
     backend = get_accelerator().communication_backend_name()
-    deepspeed.init_distributed(dist_backend=backend, verbose=False, timeout=timeout)
+    try:
+        deepspeed.init_distributed(dist_backend=backend, verbose=False, timeout=timeout)
+    except DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        raise ConfigError("MASTER_PORT", f"{address} is in use; name another by deepspeed --master_port") from error
 
 
 def engine_settings(run: RunConfig, world_size: int) -> dict[str, Any]:

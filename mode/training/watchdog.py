@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
 import threading
 import traceback
@@ -54,8 +55,7 @@ class Watchdog:
         self.close()
         if error is not None and lost_a_rank(error):
             where = whereabouts([stack_of(error)])
-            reason = str(error).splitlines()[0]
-            self._leave(f"a collective failed at {self.stage}, {where}; another rank has died or hangs ({reason})")
+            self._leave(f"contact lost at {self.stage}, {where}: {reason(error)}; another rank has died or hangs")
 
     def progress(self, stage: str, patience: float = 0.0) -> None:
         """Called wherever the run gets on; `stage` is what it is about to do, as in "step 12".
@@ -79,10 +79,10 @@ class Watchdog:
 
     def _leave(self, message: str) -> NoReturn:
         """Prints and ends the process at once: exit handlers could wait for the lost rank again."""
-        line = f"error: rank {self.rank}: {message}. The last checkpoint is untouched: resume with --resume auto\n"
+        line = f"error: rank {self.rank}: {message}. Nothing saved is lost: resume with --resume auto\n"
         self._leaving.acquire()  # for good: a rank speaks once, though both its threads may have noticed
         with contextlib.suppress(OSError):
-            os.write(2, line.encode())
+            os.write(2, line.encode(errors="replace"))
         os._exit(EXIT_WATCHDOG)
 
 
@@ -95,6 +95,12 @@ def lost_a_rank(error: BaseException) -> bool:
     text = str(error)
     from_gloo = isinstance(error, RuntimeError) and "gloo/transport/" in text and "enforce fail" not in text
     return isinstance(error, DistError) or from_gloo
+
+
+def reason(error: BaseException) -> str:
+    """The first line of an error, without gloo's source path before it and its advice after it."""
+    first = (str(error).splitlines() or [type(error).__name__])[0]
+    return re.sub(r"^\[\S+\] ", "", first).split(". This is typically")[0].rstrip(".")
 
 
 def stacks() -> list[list[FrameSummary]]:

@@ -73,6 +73,20 @@ def test_when_a_rank_hangs_the_others_leave_within_the_limit_even_if_asked_to_st
         job.kill()
 
 
+def test_when_a_rank_is_killed_the_other_leaves_and_names_the_step_it_was_in(config, tmp_path):
+    job = launch.start(arguments(config, tmp_path / "run", *LONG), tmp_path / "log", 2)
+    try:
+        wait_for_steps(job, 3)
+        job.processes[1].kill()
+        join(job, [0, 1], LIMIT + SLACK)
+        assert_left(job, 0)
+        steps = re.findall(r"^step +(\d+)/", job.logs[0].read_text(), re.M)
+        named = re.search(r"at (?:step|the evaluation after step) (\d+)", job.logs[0].read_text())
+        assert named is not None and int(named[1]) == int(steps[-1]) + 1, job.output()
+    finally:
+        job.kill()
+
+
 def hang(rank: int, step: int) -> None:
     """Makes the rank sleep for ever in its own work of a step."""
     from mode.training import trainer
@@ -126,7 +140,8 @@ def kill_rank_in_save(rank: int) -> None:
 
 
 def test_a_run_whose_ranks_are_killed_again_and_again_equals_the_uninterrupted_one_to_the_bit(config, tmp_path):
-    ranks, settings = 4, [*WATCHED, "--set", "mode.train.steps=60", "--set", "mode.train.eval_every=10"]
+    """The limit is far longer than the time they are given to leave: a broken connection is noticed at once."""
+    ranks, settings = 4, ["--set", "mode.train.watchdog_seconds=60", "--set", "mode.train.steps=60"]
     launch.run(arguments(config, tmp_path / "whole", *settings), tmp_path / "whole.log", ranks)
     command = arguments(config, tmp_path / "run", *settings, "--resume", "auto")
     rng, last_steps = random.Random(0), []
@@ -229,6 +244,13 @@ def test_the_stacks_are_those_of_the_other_threads_from_the_innermost_call_outwa
     assert not any(here in stack for stack in names), "the thread that looks is left out"
     found = next(stack for stack in names if "inner" in stack)
     assert found.index("inner") + 1 == found.index("outer")
+
+
+def test_the_reason_is_the_first_line_of_the_error_without_paths_and_advice():
+    gloo = "[/pytorch/gloo/transport/tcp/pair.cc:553] Connection closed by peer [::1]:5. This is typically caused by a"
+    assert watchdog.reason(RuntimeError(gloo)) == "Connection closed by peer [::1]:5"
+    assert watchdog.reason(RuntimeError("one.\ntwo")) == "one"
+    assert watchdog.reason(RuntimeError()) == "RuntimeError"
 
 
 @pytest.mark.parametrize(
