@@ -81,7 +81,7 @@ def test_when_a_rank_is_killed_the_other_leaves_and_names_the_step_it_was_in(con
         join(job, [0, 1], LIMIT + SLACK)
         assert_left(job, 0)
         steps = re.findall(r"^step +(\d+)/", job.logs[0].read_text(), re.M)
-        named = re.search(r"at (?:step|the evaluation after step) (\d+)", job.logs[0].read_text())
+        named = re.search(r"lost at (?:step|the evaluation after step) (\d+)", job.logs[0].read_text())
         assert named is not None and int(named[1]) == int(steps[-1]) + 1, job.output()
     finally:
         job.kill()
