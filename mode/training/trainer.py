@@ -33,7 +33,7 @@ from mode.training.recorder import Recorder
 from mode.training.stops import NotFinite, StepGuard, StopSignal, Verdict, first_bad_block
 from mode.training.watchdog import Watchdog
 
-START_PATIENCE = 300.0  # seconds: building an engine may compile, and reading a checkpoint takes its time
+START_PATIENCE = 60.0  # seconds: building an engine may compile, and reading a checkpoint takes its time
 SAMPLE_PROMPT_TOKENS, SAMPLE_NEW_TOKENS = 24, 72
 
 
