@@ -79,6 +79,7 @@ def main(command_line: list[str] | None = None) -> int:
     from mode.training.console import plan_table
     from mode.training.engine import engine_settings, start_process_group
     from mode.training.trainer import Trainer
+    from mode.training.watchdog import Watchdog
 
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     rank = int(os.environ.get("RANK", "0"))
@@ -91,8 +92,10 @@ def main(command_line: list[str] | None = None) -> int:
                 print(json.dumps(resolved, indent=2) + "\n\n" + plan_table(run, world_size))
             return 0
         data = prepare_data(run.mode, quiet=rank != 0)
-        start_process_group()
-        summary = Trainer(run, data, run_dir, arguments.resume).train()
+        limit = run.mode.train.watchdog_seconds if world_size > 1 else None  # alone, a rank waits for nobody
+        with Watchdog(limit, rank) as watchdog:
+            start_process_group(watchdog)
+            summary = Trainer(run, data, run_dir, arguments.resume, watchdog).train()
     except (ConfigError, DataError) as error:
         return fail(str(error), stops.EXIT_BAD_INPUT)
     except stops.NotFinite as error:

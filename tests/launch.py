@@ -17,7 +17,9 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["deepspeed", "torch", "mode.training.trainer", "tests.launch", "train"])
+# The first optimizer imports the compiler, which takes most of a start.
+COMPILER = ["torch._dynamo", "deepspeed.runtime.zero.muon.muon_optimizer"]
+CONTEXT.set_forkserver_preload(["deepspeed", "torch", *COMPILER, "mode.training.trainer", "tests.launch", "train"])
 
 TINY: dict[str, Any] = {
     "train_batch_size": 4,

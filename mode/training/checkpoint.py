@@ -24,6 +24,7 @@ from tqdm import tqdm
 
 from mode.section import ConfigError
 from mode.training.stops import SaveFailed
+from mode.training.watchdog import lost_a_rank
 
 MANIFEST = "manifest.json"
 STEP = re.compile(r"step_(\d{8})")
@@ -54,6 +55,8 @@ def save_checkpoint(
             for old in complete_checkpoints(folder)[:-keep_last]:
                 shutil.rmtree(old, ignore_errors=True)
     except (OSError, RuntimeError) as error:
+        if lost_a_rank(error):
+            raise  # nothing is deleted: rank 0 may be past its last collective and about to complete this very folder
         shutil.rmtree(incomplete, ignore_errors=True)
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise SaveFailed(

@@ -6,14 +6,17 @@ import copy
 import logging
 import os
 import socket
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
+from deepspeed.constants import default_pg_timeout
 from deepspeed.utils import logger as deepspeed_logger
 from torch import distributed
+from torch.distributed import DistNetworkError
 
 from mode import accounting
 from mode.config import ModeConfig
@@ -21,8 +24,10 @@ from mode.config_file import RunConfig
 from mode.model.transformer import ModeTransformer
 from mode.moe.parallel import ParallelMoELayer
 from mode.section import ConfigError, show
+from mode.training.watchdog import Watchdog
 
 MONITORS = ("tensorboard", "csv_monitor", "wandb", "comet")
+TIMEOUT_MARGIN = 60  # seconds by which a collective's own limit is longer than the watchdog's, which tells more
 WARMUP_SHARE = 0.1  # of the steps, where the scheduler's warm-up is "auto"
 
 
@@ -31,8 +36,9 @@ def _is_news(record: logging.LogRecord) -> bool:
     return "before it has started" not in record.getMessage()
 
 
-def start_process_group() -> None:
+def start_process_group(watchdog: Watchdog | None = None) -> None:
     """Joins the launcher's process group; alone, when started as plain `python train.py`."""
+    watchdog = watchdog or Watchdog(None, rank=0)
     deepspeed_logger.setLevel(logging.WARNING)
     deepspeed_logger.addFilter(_is_news)
     # On CPUs DeepSpeed would compile a shared-memory all-reduce at the first start: a run needs no compiler.
@@ -44,7 +50,16 @@ def start_process_group() -> None:
         alone = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         os.environ.update({name: str(value) for name, value in alone.items()})
     get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))  # collectives before the engine exists need it too
-    deepspeed.init_distributed(dist_backend=get_accelerator().communication_backend_name(), verbose=False)
+    address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    watchdog.progress(f"the start, joining {os.environ['WORLD_SIZE']} ranks at {address}")
+    timeout = default_pg_timeout if watchdog.limit is None else timedelta(seconds=watchdog.limit + TIMEOUT_MARGIN)
+    backend = get_accelerator().communication_backend_name()
+    try:
+        deepspeed.init_distributed(dist_backend=backend, verbose=False, timeout=timeout)
+    except DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        raise ConfigError("MASTER_PORT", f"{address} is in use; name another by deepspeed --master_port") from error
 
 
 def engine_settings(run: RunConfig, world_size: int) -> dict[str, Any]:
@@ -78,9 +93,17 @@ def build_model(config: ModeConfig) -> ModeTransformer:
     return ModeTransformer(config, partial(ParallelMoELayer, ep_rank=distributed.get_rank() % ep_size))
 
 
-def build_engine(run: RunConfig, model: ModeTransformer, world_size: int) -> Any:
-    """The engine around `model`, on this rank's device."""
+def build_engine(run: RunConfig, model: ModeTransformer, world_size: int, universal: bool = False) -> Any:
+    """The engine around `model`, on this rank's device; `universal`: to load a checkpoint of another layout."""
+    if run.engine.precision == "fp16" and run.engine.zero_stage == 0:
+        raise ConfigError(
+            "zero_optimization.stage",
+            "is 0 with fp16, where DeepSpeed leaves experts out of the gradient norm; use 1 (on one rank it costs no "
+            "more), or bf16",
+        )
     settings = engine_settings(run, world_size)
+    if universal:
+        settings["checkpoint"] = {**settings.get("checkpoint", {}), "load_universal": True}
     if not isinstance(settings.get("optimizer"), dict) or "type" not in settings["optimizer"]:
         legal = 'a DeepSpeed optimizer section, such as {"type": "AdamW", "params": {"lr": 0.001}}'
         raise ConfigError("optimizer", f"is {show(settings.get('optimizer'))}; it must be {legal}")

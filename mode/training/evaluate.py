@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,9 +24,19 @@ class Evaluation:
 
 @torch.no_grad()
 def evaluate(
-    engine: Any, split: Split, *, num_rows: int, batch_size: int, end_of_text: int | None, device: torch.device
+    engine: Any,
+    split: Split,
+    *,
+    num_rows: int,
+    batch_size: int,
+    end_of_text: int | None,
+    device: torch.device,
+    progress: Callable[[], None],
 ) -> Evaluation:
-    """The mean loss of `num_rows` rows spread over the split: always the same ones, shared by the ranks."""
+    """The mean loss of `num_rows` rows spread over the split: always the same ones, shared by the ranks.
+
+    `progress` is called before every batch.
+    """
     engine.eval()
     totals = torch.zeros(2, dtype=torch.float64, device=device)
     routing: tuple[BlockRouting, ...] = ()
@@ -37,6 +48,7 @@ def evaluate(
         world_size=distributed.get_world_size(),
         end_of_text=end_of_text,
     ):
+        progress()
         out = engine(**model_inputs(batch, device))
         losses_B = row_losses(out.logits, batch.input_ids.to(device))
         weights_B = batch.weights.to(device)

@@ -45,8 +45,7 @@ def optimizer_step(
     """
     outputs: list[Tensor] = []
     sums: Tensor | None = None
-    batches = list(batches)
-    for micro, batch in enumerate(batches):
+    for batch in batches:
         inputs = model_inputs(batch, device)
         out: ModeOutput = engine(**inputs, labels=inputs["input_ids"])
         assert out.loss is not None
@@ -54,7 +53,7 @@ def optimizer_step(
         outputs.append(torch.stack([out.loss.detach(), *(term.detach() for term in out.losses.values())]).double())
         found = routing_sums(run.mode, out.routing)
         sums = found if sums is None else sums + found
-        if micro == len(batches) - 1:
+        if engine.is_gradient_accumulation_boundary():
             approve([terms[0] for terms in outputs], inputs)
             norm = clip_gradients(engine.module, run.engine.gradient_clipping) if run.engine.zero_stage == 0 else None
             lr = engine.get_lr()[0]

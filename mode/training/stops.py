@@ -20,6 +20,7 @@ from mode.model.transformer import ModeTransformer
 EXIT_BAD_INPUT = 2  # a setting, an argument or the data
 EXIT_NOT_FINITE = 3
 EXIT_SAVE_FAILED = 4
+EXIT_WATCHDOG = 5  # another rank is lost: the run can be resumed
 EXIT_INTERRUPTED = 75  # the usual code for "try again": the run can be resumed
 
 

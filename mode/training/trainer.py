@@ -9,7 +9,9 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +21,14 @@ from torch import Tensor, distributed
 
 from mode import accounting
 from mode.config_file import RunConfig
-from mode.data import PackedData, Tokenizer, TrainLoader, bigram_loss, spread_rows
+from mode.data import Batch, PackedData, Tokenizer, TrainLoader, bigram_loss, spread_rows
 from mode.generation.uncached import generate_uncached
 from mode.model.pretrained import check_same_model
 from mode.model.transformer import ModeOutput, ModeTransformer
 from mode.section import ConfigError, show
 from mode.training import checkpoint as checkpoints
 from mode.training.console import Console, plan_table, table
+from mode.training.elastic import for_any_layout, layout_of
 from mode.training.engine import build_engine, build_model, device, peak_flops
 from mode.training.evaluate import Evaluation, evaluate
 from mode.training.metrics import CHOICES, counted_flops, decision_image, routing_figures
@@ -33,7 +36,9 @@ from mode.training.recorder import Recorder
 from mode.training.shared import check_shared
 from mode.training.step import Inputs, optimizer_step
 from mode.training.stops import NotFinite, StepGuard, StopSignal, Verdict, first_bad_block
+from mode.training.watchdog import Watchdog
 
+START_PATIENCE = 60.0  # seconds: building an engine may compile, and reading a checkpoint takes its time
 SAMPLE_PROMPT_TOKENS, SAMPLE_NEW_TOKENS = 24, 72
 
 
@@ -48,8 +53,8 @@ class Summary:
 class Trainer:
     """Everything of one run on this rank."""
 
-    def __init__(self, run: RunConfig, data: PackedData, run_dir: Path, resume: str) -> None:
-        self.run, self.data, self.run_dir = run, data, run_dir
+    def __init__(self, run: RunConfig, data: PackedData, run_dir: Path, resume: str, watchdog: Watchdog) -> None:
+        self.run, self.data, self.run_dir, self.watchdog = run, data, run_dir, watchdog
         self.config = run.mode
         self.rank, self.world_size = distributed.get_rank(), distributed.get_world_size()
         self.micro_rows, self.num_micros = run.engine.batch_layout(self.world_size)
@@ -60,25 +65,30 @@ class Trainer:
         self.loader = TrainLoader(
             data.train.rows, global_batch_size=self.global_rows, seed=self.config.seed, end_of_text=self.end_of_text
         )
+        self.watchdog.progress("the start, looking for a checkpoint", START_PATIENCE)
         self.lock = _lock(run_dir, self.rank)
         check_shared(run_dir)
         found = checkpoints.find_checkpoint(resume, run_dir / "checkpoints")
         if found is not None:
             _check_same_run(found, self.identity())
+        self.watchdog.progress("the start, building the engine", START_PATIENCE)
         model = build_model(self.config)
         if found is None and self.config.train.init_from is not None:
             _start_from(model, self.config.train.init_from, data.tokenizer)
-        self.engine = build_engine(run, model, self.world_size)
+        self.layout = layout_of(run, self.world_size)
+        saved_layout = self.layout if found is None else checkpoints.run_of(found).get("layout", {})
+        self.engine = build_engine(run, model, self.world_size, universal=saved_layout != self.layout)
         self.position = {"step": 0, "tokens": 0, "flops": 0}
         self.val_loss: float | None = None  # the last one evaluated
         if found is not None:
-            self._restore(found)
+            self._restore(found, saved_layout)
         checkpoints.discard_after(run_dir / "checkpoints", self.position["step"])
         self.guard = StepGuard(self.model, self.device, watch_gradients=run.engine.precision != "fp16")
         self.recorder = Recorder(run_dir, run.deepspeed, self.rank, self.position["step"])
         self.console = Console(self.position["step"], self.num_steps, active=self.rank == 0)
         self.peak_flops = peak_flops(run.engine.precision)
         self._describe(found)
+        distributed.barrier()  # the first step has a shorter limit than the start of the slowest rank
 
     @property
     def model(self) -> ModeTransformer:
@@ -95,8 +105,7 @@ class Trainer:
             mode["experts"].pop("backend")
             mode["experts"].pop("ep_size")
         corpus = {"train": asdict(self.data.train.counts), "validation": asdict(self.data.validation.counts)}
-        layout = {"ranks": self.world_size, "zero_stage": self.run.engine.zero_stage}
-        return {"mode": mode, "train_batch_size": self.global_rows, "corpus": corpus, **layout}
+        return {"mode": mode, "train_batch_size": self.global_rows, "corpus": corpus}
 
     # ---- the loop ----
 
@@ -126,12 +135,6 @@ class Trainer:
     def _step(self, stop_signal: StopSignal) -> tuple[dict[str, float] | None, bool]:
         """One optimizer step: (what to log, if this step is logged; whether a rank was asked to stop)."""
         position = self.position["step"]
-        batches = [
-            self.loader.batch(
-                position, rank=self.rank, world_size=self.world_size, micro=micro, num_micros=self.num_micros
-            )
-            for micro in range(self.num_micros)
-        ]
         stop = False
 
         def approve(losses: list[Tensor], inputs: Inputs) -> None:
@@ -142,7 +145,7 @@ class Trainer:
             self._refuse_what_is_not_finite(verdict, inputs)
             stop = verdict.stop
 
-        step = optimizer_step(self.engine, self.run, batches, self.device, approve)
+        step = optimizer_step(self.engine, self.run, self._batches(position), self.device, approve)
         listed = step.sums.tolist()
         self.position = {
             "step": position + 1,
@@ -162,6 +165,14 @@ class Trainer:
         if detailed:
             self._write_histograms(step.last, listed)
         return values, stop
+
+    def _batches(self, step: int) -> Iterator[Batch]:
+        """This rank's micro-batches of a step."""
+        for micro in range(self.num_micros):
+            self.watchdog.progress(f"step {step + 1}")
+            yield self.loader.batch(
+                step, rank=self.rank, world_size=self.world_size, micro=micro, num_micros=self.num_micros
+            )
 
     def _refuse_what_is_not_finite(self, verdict: Verdict, inputs: Inputs) -> None:
         if not verdict.bad_loss_ranks and not verdict.bad_groups:
@@ -204,25 +215,38 @@ class Trainer:
             batch_size=self.micro_rows,
             end_of_text=self.end_of_text,
             device=self.device,
+            progress=partial(self.watchdog.progress, f"the evaluation after step {self.position['step']}"),
         )
 
     def _save(self) -> None:
         started = time.perf_counter()
-        state = {"position": self.position, "rng": torch.get_rng_state()}
+        self.watchdog.progress(f"the save of step {self.position['step']}")
+        buffers = dict(self.model.named_buffers())  # a universal checkpoint has none
+        state = {"position": self.position, "rng": torch.get_rng_state(), "buffers": buffers}
         checkpoints.save_checkpoint(
             self.engine,
             self.run_dir / "checkpoints",
             self.position["step"],
             state,
             self.config.train.keep_last,
-            {**self.identity(), "config": self.config.to_dict()},
+            {**self.identity(), "config": self.config.to_dict(), "layout": self.layout},
         )
         self.clock_start += time.perf_counter() - started
 
-    def _restore(self, found: Path) -> None:
-        state = checkpoints.load_checkpoint(self.engine, found)
+    def _restore(self, found: Path, saved_layout: dict[str, Any]) -> None:
+        stage = f"the start, loading {found}"
+        self.watchdog.progress(stage, START_PATIENCE)
+        if saved_layout == self.layout:
+            state = checkpoints.load_checkpoint(self.engine, found)
+        else:
+            copy = self.run_dir / "checkpoints" / f"{found.name}.universal"
+            progress = partial(self.watchdog.progress, stage, START_PATIENCE)
+            with for_any_layout(found, copy, saved_layout, self.layout, progress):
+                state = checkpoints.load_checkpoint(self.engine, copy)
         self.position = dict(state["position"])
         torch.set_rng_state(state["rng"])
+        for name, buffer in self.model.named_buffers():
+            buffer.copy_(state["buffers"][name])
 
     def _start_clock(self) -> None:
         self.started = self.clock_start = time.perf_counter()
@@ -291,7 +315,9 @@ class Trainer:
             self.recorder.close()
             return Summary(False, self.position["step"])
         loss = self.val_loss if self.val_loss is not None else self._validation_loss().loss
+        self.watchdog.progress("the closing sample")
         sample = self._sample()
+        self.watchdog.close()  # no collective follows, and the closing table may take its time
         self.recorder.write_text("sample", sample, self.position["step"])
         self.recorder.close()
         if self.rank == 0:
