@@ -20,6 +20,7 @@ from torch import distributed
 
 from mode.config_file import RunConfig
 from mode.section import ConfigError
+from mode.training.checkpoint import load_checkpoint
 from mode.training.consolidate import to_universal
 from mode.training.engine import device
 
@@ -75,6 +76,16 @@ def for_any_layout(
             shutil.rmtree(copy, ignore_errors=True)
 
 
+def load_universal(engine: Any, copy: Path) -> dict[str, Any]:
+    """Restores the engine from a universal checkpoint and returns the state that was saved with it."""
+    state = load_checkpoint(engine, copy)
+    # DeepSpeed gives all parts of a stage-3 optimizer one and the same step tensor, which each would then count up.
+    for values in engine.optimizer.optimizer.state.values():
+        if isinstance(values.get("step"), torch.Tensor):
+            values["step"] = values["step"].clone()
+    return state
+
+
 def describe(layout: dict[str, Any]) -> str:
     return ", ".join(f"{name} {value}" for name, value in layout.items()) or "an unknown layout"
 
@@ -90,7 +101,8 @@ def _complete(folder: Path) -> None:
     """Makes a universal checkpoint of one ZeRO stage readable by the others.
 
     Stages 1 and 2 and stage 3 look for the model's state under different names and for the optimizer's step and
-    hyperparameters in different places; DeepSpeed writes only those of the stage it converts.
+    hyperparameters in different places, and store tensors bare or in a dictionary; DeepSpeed writes only what the
+    stage it converts needs.
     """
     names = [folder / "mp_rank_00_model_states.pt", folder / "zero_pp_rank_0_mp_rank_00_model_states.pt"]
     source = next(path for path in names if path.exists())
@@ -103,12 +115,16 @@ def _complete(folder: Path) -> None:
         {name: value for name, value in group.items() if name not in OF_THE_LAYOUT} for group in state["param_groups"]
     ]
     step = _step(folder, state)
+    state.setdefault("ds_version", _load(source)["ds_version"])
     state["param_groups"] = groups
     state["optimizer_state_dict"] = {"state": {0: {"step": step}}, "param_groups": groups}
     torch.save(state, path)
-    for parameter in (folder / "zero").iterdir():
-        if parameter.is_dir() and (parameter / "exp_avg.pt").exists():
-            torch.save(step, parameter / "step.pt")
+    for path in (folder / "zero").glob("*/*.pt"):
+        values = _load(path)
+        if isinstance(values, torch.Tensor) and path.stem != "step":
+            torch.save({"param": values}, path)
+    for path in (folder / "zero").glob("*/exp_avg.pt"):
+        torch.save(step, path.with_name("step.pt"))
 
 
 def _step(folder: Path, state: dict[str, Any]) -> Any:

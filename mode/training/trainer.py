@@ -28,7 +28,7 @@ from mode.model.transformer import ModeOutput, ModeTransformer
 from mode.section import ConfigError, show
 from mode.training import checkpoint as checkpoints
 from mode.training.console import Console, plan_table, table
-from mode.training.elastic import for_any_layout, layout_of
+from mode.training.elastic import for_any_layout, layout_of, load_universal
 from mode.training.engine import build_engine, build_model, device, peak_flops
 from mode.training.evaluate import Evaluation, evaluate
 from mode.training.metrics import CHOICES, counted_flops, decision_image, routing_figures
@@ -242,7 +242,7 @@ class Trainer:
             copy = self.run_dir / "checkpoints" / f"{found.name}.universal"
             progress = partial(self.watchdog.progress, stage, START_PATIENCE)
             with for_any_layout(found, copy, saved_layout, self.layout, progress):
-                state = checkpoints.load_checkpoint(self.engine, copy)
+                state = load_universal(self.engine, copy)
         self.position = dict(state["position"])
         torch.set_rng_state(state["rng"])
         for name, buffer in self.model.named_buffers():
