@@ -43,6 +43,7 @@ from mode.training.local_ranks import free_port, run_on_ranks
 from mode.training.step import Step, optimizer_step
 
 STEPS, BATCH, LENGTH, VOCABULARY = 20, 8, 16, 64
+STAGES = (0, 1, 2, 3)
 MARGIN = 2e-5  # of logits of size 1; rounding moves them by some 1e-6
 WANTED = {
     "fp32": {"loss": 1e-6, "grad_norm": 1e-5, "weights": 1e-5},
@@ -256,22 +257,20 @@ def train_cases(cases: list[Case], ports: list[int], title: str) -> dict[Case, O
 
 
 def matrix(precision: str) -> Iterator[Case]:
-    stages = (0, 1, 2, 3) if precision == "fp32" else (1, 2, 3)
     for variant, optimizer in itertools.product(("staged", "integrated", "both"), OPTIMIZERS):
-        for ep_size, stage, accumulation in itertools.product((1, 2, 4), stages, (1, 2)):
+        for ep_size, stage, accumulation in itertools.product((1, 2, 4), STAGES, (1, 2)):
             yield Case(variant, optimizer, precision, ep_size, stage, accumulation)
-    for ep_size, stage in itertools.product((1, 2, 4), stages):
+    for ep_size, stage in itertools.product((1, 2, 4), STAGES):
         yield Case("both, global scope", "AdamW", precision, ep_size, stage, 1)
         yield Case("both", "AdamW", precision, ep_size, stage, 2, checkpointing=True)
 
 
 def quick(precision: str) -> list[Case]:
     """A sample in which every value of every setting occurs, and every stage with every EP size."""
-    stages = (0, 1, 2, 3) if precision == "fp32" else (1, 2, 3)
     variants = itertools.cycle(("both", "staged", "integrated", "both, global scope"))
     optimizers = itertools.cycle(("AdamW", "SGD", "AdamW"))
     cases = []
-    for number, (stage, ep_size) in enumerate(itertools.product(stages, (1, 2, 4))):
+    for number, (stage, ep_size) in enumerate(itertools.product(STAGES, (1, 2, 4))):
         variant = next(variants)
         accumulation = 1 if "global" in variant else 1 + number % 2
         cases.append(

@@ -52,9 +52,7 @@ def run_on_ranks(
                 process.kill()
             process.join()
         if codes != [0] * num_ranks:
-            raise RankFailed(
-                f"exit codes of the ranks: {codes} (None: still running after {seconds:.0f} s or a failure)"
-            )
+            raise RankFailed(f"exit codes of the ranks: {codes} (None: ended because another failed or time was up)")
         return [torch.load(file, weights_only=False) for file in files]
 
 
