@@ -39,7 +39,7 @@ from mode.data import TrainLoader
 from mode.moe.parallel import ParallelMoELayer
 from mode.routing import BlockRouting
 from mode.training.engine import build_engine, build_model, device, start_process_group
-from mode.training.local_ranks import free_port, run_on_ranks
+from mode.training.local_ranks import run_on_ranks
 from mode.training.step import Step, optimizer_step
 
 STEPS, BATCH, LENGTH, VOCABULARY = 20, 8, 16, 64
@@ -164,6 +164,9 @@ def train(case: Case) -> Outcome:
         case.seed, losses, norms, full_weights(engine.module), (before, dtypes(engine.module)), min(margins)
     )
     engine.destroy()
+    for groups in (engine.expert_parallel_group, engine.expert_data_parallel_group):
+        for group in list(groups.values()):  # DeepSpeed would take the largest it remembers for the next engine's
+            deepspeed.comm.destroy_process_group(group)
     return outcome
 
 
@@ -236,20 +239,17 @@ def differences(outcome: Outcome, reference: Outcome) -> dict[str, float]:
 
 def run_cases(cases: list[Case], num_ranks: int, title: str) -> dict[Case, Outcome]:
     """Trains each case on `num_ranks` processes, one after another."""
-    ports = [free_port() for _ in cases]
-    found: dict[Case, Outcome] = run_on_ranks(train_cases, num_ranks, cases, ports, title)[0]
+    found: dict[Case, Outcome] = run_on_ranks(train_cases, num_ranks, cases, title)[0]
     return found
 
 
-def train_cases(cases: list[Case], ports: list[int], title: str) -> dict[Case, Outcome]:
-    """On one rank. Every case has a process group of its own: DeepSpeed remembers the expert groups of all sizes."""
+def train_cases(cases: list[Case], title: str) -> dict[Case, Outcome]:
+    """On one rank; what they trained to is returned by rank 0 only."""
+    start_process_group()
     found: dict[Case, Outcome] = {}
-    quiet = int(os.environ["RANK"]) != 0
-    for case, port in tqdm(list(zip(cases, ports, strict=True)), desc=title, disable=quiet or None):
-        os.environ["MASTER_PORT"] = str(port)
-        start_process_group()
+    quiet = distributed.get_rank() != 0
+    for case in tqdm(cases, desc=title, disable=quiet or None):
         found[case] = train(case) if distributed.get_world_size() > 1 else train_without_close_decisions(case)
-        deepspeed.comm.destroy_process_group()
     return {} if quiet else found
 
 

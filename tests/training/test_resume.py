@@ -137,16 +137,14 @@ def kill_in_save(where: str, call: int) -> None:
 
 
 def cut_file_then_die() -> None:
-    """Kills the process in the middle of writing the second checkpoint's model file."""
-    original, calls = torch.save, []
+    """Kills the process in the middle of writing a file of the second checkpoint."""
+    original = torch.save
 
     def fatal(*args, **kwargs):
         original(*args, **kwargs)
-        calls.append(1)
-        if len(calls) == 3:  # two files per checkpoint
-            path = args[1] if isinstance(args[1], str) else getattr(args[1], "name", None)
-            if isinstance(path, str):
-                os.truncate(path, os.path.getsize(path) // 2)
+        path = args[1] if isinstance(args[1], str) else args[1].name
+        if "step_00000006" in path:
+            os.truncate(path, os.path.getsize(path) // 2)
             os.kill(os.getpid(), signal.SIGKILL)
 
     torch.save = fatal
@@ -220,9 +218,9 @@ def poison_gradient(rank: int, name: str) -> None:
         calls.append(1)
         return gradient * float("inf") if len(calls) == 5 else None
 
-    def poisoned(run, model, world_size):
+    def poisoned(run, model, world_size, universal):
         model.get_parameter(name).register_hook(poison)
-        return build(run, model, world_size)
+        return build(run, model, world_size, universal)
 
     trainer.build_engine = poisoned
 
@@ -309,7 +307,6 @@ def test_resuming_another_model_or_a_folder_without_checkpoints_is_refused(world
     cases = [
         (["--set", "mode.model.width=64"], "mode.model.width: is 64 but 32 in"),
         (["--set", "train_batch_size=8"], "train_batch_size: is 8 but 4 in"),
-        (["--set", "zero_optimization.stage=2"], "zero_stage: is 2 but 1 in"),
         (["--set", "mode.data.max_documents=11"], "mode.data.max_documents: is 11 but None in"),
         (["--resume", " "], "--resume: is empty"),
         (["--resume", str(tmp_path / "nowhere")], "--resume"),

@@ -89,9 +89,9 @@ def test_when_a_rank_is_killed_the_other_leaves_and_names_the_step_it_was_in(con
 
 def hang(rank: int, step: int) -> None:
     """Makes the rank sleep for ever in its own work of a step."""
-    from mode.training import trainer
+    from mode.training import step as training_step
 
-    original, calls = trainer.model_inputs, []
+    original, calls = training_step.model_inputs, []
 
     def inputs(*args, **kwargs):
         calls.append(1)
@@ -99,7 +99,7 @@ def hang(rank: int, step: int) -> None:
             time.sleep(3600)
         return original(*args, **kwargs)
 
-    trainer.model_inputs = inputs
+    training_step.model_inputs = inputs
 
 
 def test_a_rank_that_hangs_in_its_own_work_says_so_itself(config, tmp_path):
@@ -108,7 +108,7 @@ def test_a_rank_that_hangs_in_its_own_work_says_so_itself(config, tmp_path):
         wait_for_steps(job, 2)
         join(job, [0, 1], LIMIT + SLACK)
         assert_left(job, 0, r".* at step 3" + INSIDE)
-        own = r".* at step 3, outside any collective \(in mode/training/trainer.py:\d+ in _step\); this rank hangs"
+        own = r".* at step 3, outside any collective \(in mode/training/step.py:\d+ in optimizer_step\); this rank hangs"
         assert_left(job, 1, own)
     finally:
         job.kill()
