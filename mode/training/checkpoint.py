@@ -139,7 +139,12 @@ def load_checkpoint(engine: Any, checkpoint: Path) -> dict[str, Any]:
 
 
 def _files(folder: Path) -> list[str]:
-    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    """As rank 0 sees them: on another node a network file system may be late to list new files. A collective."""
+    found: list[Any] = [None]
+    if distributed.get_rank() == 0:
+        found = [sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())]
+    distributed.broadcast_object_list(found)
+    return list(found[0])
 
 
 def _checksums(folder: Path, files: list[str]) -> dict[str, list[int]]:
