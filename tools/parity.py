@@ -42,7 +42,7 @@ from mode.training.engine import build_engine, build_model, device, start_proces
 from mode.training.local_ranks import run_on_ranks
 from mode.training.step import Step, optimizer_step
 
-STEPS, BATCH, LENGTH, VOCABULARY = 20, 8, 16, 64
+BATCH, LENGTH, VOCABULARY = 8, 16, 64
 STAGES = (0, 1, 2, 3)
 MARGIN = 2e-5  # of logits of size 1; rounding moves them by some 1e-6
 WANTED = {
@@ -84,10 +84,11 @@ class Case:
     zero_stage: int
     accumulation: int
     checkpointing: bool = False
+    steps: int = 20
     seed: int = 0  # of the data
 
     def reference(self) -> Case:
-        return Case(self.variant, self.optimizer, self.precision, 1, 1, 1)
+        return Case(self.variant, self.optimizer, self.precision, 1, 1, 1, steps=self.steps)
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,7 @@ def run_config(case: Case) -> RunConfig:
             },
             "experts": variant["experts"] | {"ep_size": case.ep_size},
             "depth": variant.get("depth"),
-            "train": {"steps": STEPS},
+            "train": {"steps": case.steps},
         },
     }
     if case.precision == "bf16":
@@ -148,7 +149,7 @@ def train(case: Case) -> Outcome:
     before = dtypes(engine.module)
     loader = TrainLoader(rows(case.seed), global_batch_size=BATCH, seed=0)
     losses, norms, margins = [], [], []
-    for number in range(STEPS):
+    for number in range(case.steps):
         batches = [
             loader.batch(number, rank=rank, world_size=world_size, micro=micro, num_micros=case.accumulation)
             for micro in range(case.accumulation)
@@ -283,11 +284,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--ranks", type=int, default=4, help="processes of each case; a multiple of 4 (default: 4)")
+    parser.add_argument("--steps", type=int, default=20, help="steps of each case (default: 20)")
     parser.add_argument("--quick", action="store_true", help="a sample of the matrix instead of all of it")
     parser.add_argument("--write", metavar="FILE", help="write the table there as Markdown")
     parser.add_argument("--json", action="store_true", help="print the figures of every case as JSON")
     options = parser.parse_args(arguments)
     cases = quick(options.precision) if options.quick else list(matrix(options.precision))
+    cases = [replace(case, steps=options.steps) for case in cases]
     references = list(dict.fromkeys(case.reference() for case in cases))
     started = time.perf_counter()
     expected = run_cases(references, 1, "one process")
@@ -323,8 +326,8 @@ def table(summary: dict[str, Any]) -> str:
     """The worst of each (EP, stage), as Markdown."""
     lines = [
         f"{summary['precision']}, {summary['ranks']} ranks against one process, {len(summary['cases'])} cases, "
-        f"{STEPS} steps each. Largest difference over variants, optimizers and accumulation; of losses and gradient "
-        "norms relative, of weights absolute:",
+        f"{summary['cases'][0]['steps']} steps each. Largest difference over variants, optimizers and accumulation; of "
+        "losses and gradient norms relative, of weights absolute:",
         "",
         "| EP | ZeRO | cases | loss | gradient norm | weights |",
         "|---|---|---|---|---|---|",
