@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
 from mode.config import ExpertsConfig
@@ -13,11 +12,18 @@ from mode.moe.router import build_expert_router
 from mode.routing import ExpertRouting
 
 
+class SharedExperts(SwiGLU):
+    """Adds what the experts that are always on make of the tokens."""
+
+    def add(self, mixed_TD: Tensor, x_TD: Tensor) -> Tensor:
+        return mixed_TD + self(x_TD)
+
+
 class NoSharedExperts(nn.Module):
     """Adds nothing."""
 
-    def forward(self, x_TD: Tensor) -> Tensor:
-        return torch.zeros_like(x_TD)
+    def add(self, mixed_TD: Tensor, x_TD: Tensor) -> Tensor:
+        return mixed_TD
 
 
 class MoELayer(nn.Module):
@@ -28,10 +34,10 @@ class MoELayer(nn.Module):
         self.router = build_expert_router(config, width)
         self.dispatcher = LocalDispatcher()
         self.experts = experts or Experts(config.num_experts, width, config.width, config.backend)
-        self.shared = SwiGLU(width, config.num_shared * config.width) if config.num_shared else NoSharedExperts()
+        self.shared = SharedExperts(width, config.num_shared * config.width) if config.num_shared else NoSharedExperts()
 
     def forward(self, x_TD: Tensor) -> tuple[Tensor, ExpertRouting]:
         routing = self.router(x_TD)
         sent = self.dispatcher.dispatch(x_TD, routing)
         out_QD = self.experts(sent.x_QD, sent.counts_e)
-        return self.dispatcher.combine(out_QD, sent) + self.shared(x_TD), routing
+        return self.shared.add(self.dispatcher.combine(out_QD, sent), x_TD), routing

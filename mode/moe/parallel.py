@@ -40,7 +40,7 @@ from deepspeed.moe.utils import is_moe_param
 from torch import Tensor, distributed, nn
 
 from mode.config import ExpertsConfig
-from mode.moe.dispatch import Dispatched, LocalDispatcher
+from mode.moe.dispatch import Dispatched, LocalDispatcher, inverse, permute
 from mode.moe.experts import Experts
 from mode.moe.layer import MoELayer
 from mode.routing import ExpertRouting
@@ -74,11 +74,10 @@ class ParallelDispatcher(LocalDispatcher):
         counts_We = plan.local_counts_by_source
         order_Q = expert_order(counts_We, sum(plan.output_splits))
         return Exchanged(
-            x_QD=arrived_QD.index_select(0, order_Q),
+            x_QD=permute(arrived_QD, order_Q),
             counts_e=counts_We.sum(dim=0),
-            tokens_R=sent.tokens_R,
             gates_R=sent.gates_R,
-            num_tokens=sent.num_tokens,
+            rows=sent.rows,
             sent_splits=plan.input_splits,
             received_splits=plan.output_splits,
             order_Q=order_Q,
@@ -86,7 +85,7 @@ class ParallelDispatcher(LocalDispatcher):
 
     def combine(self, out_QD: Tensor, sent: Dispatched) -> Tensor:
         assert isinstance(sent, Exchanged)
-        by_sender_QD = torch.empty_like(out_QD).index_copy(0, sent.order_Q, out_QD)
+        by_sender_QD = permute(out_QD, inverse(sent.order_Q))
         out_RD = _AllToAllV.apply(self.group, by_sender_QD, sent.received_splits, sent.sent_splits)
         return super().combine(out_RD, sent)
 
