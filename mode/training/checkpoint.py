@@ -73,6 +73,15 @@ def complete_checkpoints(folder: Path) -> list[Path]:
     return sorted(found, key=step_of)
 
 
+def discard_leftovers(folder: Path) -> None:
+    """Deletes what a save or a conversion that was killed has left behind. A collective."""
+    if distributed.get_rank() == 0:
+        for pattern in ("step_*.incomplete", "step_*.universal*"):
+            for leftover in folder.glob(pattern):
+                shutil.rmtree(leftover, ignore_errors=True)
+    distributed.barrier()
+
+
 def discard_after(folder: Path, step: int) -> None:
     """Deletes the checkpoints of later steps: a run that starts at `step` writes its own. A collective."""
     if distributed.get_rank() == 0:

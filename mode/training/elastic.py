@@ -30,8 +30,12 @@ OF_THE_LAYOUT = ("params", "name", "moe", "param_group_type")  # entries of an o
 def layout_of(run: RunConfig, world_size: int) -> dict[str, Any]:
     """What divides a checkpoint among files."""
     ep_size = 1 if run.mode.experts is None else run.mode.experts.ep_size
-    engine = run.engine
-    return {"ranks": world_size, "ep_size": ep_size, "zero_stage": engine.zero_stage, "precision": engine.precision}
+    layout = {"ep_size": ep_size, "zero_stage": run.engine.zero_stage, "precision": run.engine.precision}
+    if run.engine.zero_stage > 0:  # stage 0 divides nothing among the ranks that hold the same experts
+        layout = {"ranks": world_size, **layout}
+    if run.engine.zero_stage == 3:
+        layout["sub_group_size"] = run.deepspeed["zero_optimization"].get("sub_group_size")
+    return layout
 
 
 @contextlib.contextmanager
@@ -53,18 +57,19 @@ def for_any_layout(
     if distributed.get_rank() == 0:
         print(f"bringing {checkpoint} from {describe(saved)} to {describe(wanted)}", file=sys.stderr)
     problems: list[str | None] = [None]
-    with ThreadPoolExecutor(1) as pool:
-        work = pool.submit(_convert, checkpoint, copy) if distributed.get_rank() == 0 else None
-        # The ranks stay in touch: neither a long conversion nor a dead rank leaves the others in one silent wait.
-        waiting = torch.ones((), device=device())
-        while waiting:
-            progress()
-            if work is not None and work.done():
-                waiting.zero_()
-            distributed.broadcast(waiting, src=0)
-            time.sleep(0.2 if waiting else 0)
-        if work is not None and work.exception() is not None:
-            problems = [str(work.exception())]
+    pool = ThreadPoolExecutor(1)  # not as a context: leaving it would wait for the conversion, whatever has happened
+    work = pool.submit(_convert, checkpoint, copy) if distributed.get_rank() == 0 else None
+    pool.shutdown(wait=False)
+    # The ranks stay in touch: neither a long conversion nor a dead rank leaves the others in one silent wait.
+    waiting = torch.ones((), device=device())
+    while waiting:
+        progress()
+        if work is not None and work.done():
+            waiting.zero_()
+        distributed.broadcast(waiting, src=0)
+        time.sleep(0.2 if waiting else 0)
+    if work is not None and work.exception() is not None:
+        problems = [str(work.exception())]
     distributed.broadcast_object_list(problems)
     if problems[0] is not None:
         raise ConfigError("--resume", f"{checkpoint} cannot be brought to another layout: {problems[0]}")
@@ -91,7 +96,6 @@ def describe(layout: dict[str, Any]) -> str:
 
 
 def _convert(checkpoint: Path, folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
     folder.parent.mkdir(parents=True, exist_ok=True)
     to_universal(checkpoint, folder)
     _complete(folder)

@@ -6,6 +6,7 @@ import copy
 import logging
 import os
 import socket
+import sys
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -14,6 +15,7 @@ import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.constants import default_pg_timeout
+from deepspeed.runtime.config import DeepSpeedConfigError
 from deepspeed.utils import logger as deepspeed_logger
 from torch import distributed
 from torch.distributed import DistNetworkError
@@ -24,6 +26,7 @@ from mode.config_file import RunConfig
 from mode.model.transformer import ModeTransformer
 from mode.moe.parallel import ParallelMoELayer
 from mode.section import ConfigError, show
+from mode.training.refusals import refuse_what_is_wrong
 from mode.training.watchdog import Watchdog
 
 MONITORS = ("tensorboard", "csv_monitor", "wandb", "comet")
@@ -95,11 +98,10 @@ def build_model(config: ModeConfig) -> ModeTransformer:
 
 def build_engine(run: RunConfig, model: ModeTransformer, world_size: int, universal: bool = False) -> Any:
     """The engine around `model`, on this rank's device; `universal`: to load a checkpoint of another layout."""
-    if run.engine.precision == "fp16" and run.engine.zero_stage == 0:
-        raise ConfigError(
-            "zero_optimization.stage",
-            "is 0 with fp16, where DeepSpeed leaves experts out of the gradient norm; use 1 (on one rank it costs no "
-            "more), or bf16",
+    unchecked = refuse_what_is_wrong(run, world_size, on_cpu=get_accelerator().device_name() == "cpu")
+    if unchecked and distributed.get_rank() == 0:
+        print(
+            f"warning: not checked with this package, so compare a short run: {', '.join(unchecked)}", file=sys.stderr
         )
     settings = engine_settings(run, world_size)
     if universal:
@@ -110,7 +112,10 @@ def build_engine(run: RunConfig, model: ModeTransformer, world_size: int, univer
     try:
         engine, _, _, _ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=settings)
     # DeepSpeed checks its settings by whatever exception comes first; all of these were seen for a wrong value.
-    except (ValueError, TypeError, AssertionError, AttributeError, KeyError, NotImplementedError) as error:
+    except (
+        *(ValueError, TypeError, AssertionError, AttributeError, KeyError, NotImplementedError),
+        DeepSpeedConfigError,
+    ) as error:
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise ConfigError("deepspeed", f"DeepSpeed refused its part of the configuration: {reason}") from error
     return engine

@@ -68,6 +68,7 @@ class Trainer:
         self.watchdog.progress("the start, looking for a checkpoint", START_PATIENCE)
         self.lock = _lock(run_dir, self.rank)
         check_shared(run_dir)
+        checkpoints.discard_leftovers(run_dir / "checkpoints")
         found = checkpoints.find_checkpoint(resume, run_dir / "checkpoints")
         if found is not None:
             _check_same_run(found, self.identity())
@@ -105,7 +106,8 @@ class Trainer:
             mode["experts"].pop("backend")
             mode["experts"].pop("ep_size")
         corpus = {"train": asdict(self.data.train.counts), "validation": asdict(self.data.validation.counts)}
-        return {"mode": mode, "train_batch_size": self.global_rows, "corpus": corpus}
+        optimizer = self.run.deepspeed.get("optimizer", {}).get("type")
+        return {"mode": mode, "train_batch_size": self.global_rows, "corpus": corpus, "optimizer.type": optimizer}
 
     # ---- the loop ----
 

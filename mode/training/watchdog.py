@@ -79,7 +79,7 @@ class Watchdog:
 
     def _leave(self, message: str) -> NoReturn:
         """Prints and ends the process at once: exit handlers could wait for the lost rank again."""
-        line = f"error: rank {self.rank}: {message}. Nothing saved is lost: resume with --resume auto\n"
+        line = f"error: rank {self.rank}: {message}. Nothing saved is lost: start the same command again\n"
         self._leaving.acquire()  # for good: a rank speaks once, though both its threads may have noticed
         with contextlib.suppress(OSError):
             os.write(2, line.encode(errors="replace"))

@@ -104,6 +104,31 @@ def test_half_precision_moves_with_its_float32_copies(folder: Path, stage: int) 
     assert_same_course(folder, f"half_moved_{stage}", f"half_{stage}", tolerance=5e-3)
 
 
+def test_stage_0_goes_on_with_another_number_of_ranks(folder: Path) -> None:
+    train(folder, "zero_0", (2, 1, 0))
+    checkpoint = folder / "zero_0" / "checkpoints" / f"step_{SAVED:08d}"
+    job = train(folder, "zero_0_moved", (1, 1, 0), "--resume", str(checkpoint))
+    assert "bringing" not in job.output()
+    assert_same_course(folder, "zero_0_moved", "zero_0")
+
+
+def test_what_a_killed_conversion_left_behind_is_deleted_at_the_next_start(folder: Path) -> None:
+    train(folder, "tidy", (1, 1, 1), "--set", f"mode.train.stop_after={SAVED}")
+    for name in ("step_00000005.universal", "step_00000005.universal_abc123", "step_00000007.incomplete"):
+        (folder / "tidy" / "checkpoints" / name).mkdir()
+    train(folder, "tidy", (1, 1, 1))
+    kept = {path.name for path in (folder / "tidy" / "checkpoints").glob("step_*")}
+    assert kept == {"step_00000005", "step_00000010"}
+
+
+def test_another_optimizer_or_sub_group_size_is_not_taken_for_the_same(folder: Path) -> None:
+    train(folder, "grouped", (1, 1, 3), "--set", f"mode.train.stop_after={SAVED}")
+    output = train(folder, "grouped", (1, 1, 3), "--set", "optimizer.type=SGD", expect=2).output()
+    assert "optimizer.type: is 'SGD' but 'AdamW' in" in output
+    job = train(folder, "grouped", (1, 1, 3), "--set", "zero_optimization.sub_group_size=5000")
+    assert "bringing" in job.output()
+
+
 def test_stage_0_cannot_move_and_says_what_can(folder: Path, source: Path) -> None:
     output = train(folder, "to_0", (1, 1, 0), "--resume", str(source), expect=2).output()
     assert "zero_optimization.stage" in output and "export" in output and "ranks 4, ep_size 2, zero_stage 2" in output

@@ -46,7 +46,7 @@ def assert_left(job: launch.Job, rank: int, words: str = IN_A_STEP) -> None:
     assert job.processes[rank].exitcode == EXIT_WATCHDOG, output
     errors = [line for line in output.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1 and re.match(f"error: rank {rank}: {words}", errors[0]), output
-    assert "--resume auto" in errors[0] and "Traceback" not in output
+    assert "start the same command again" in errors[0] and "Traceback" not in output
 
 
 def join(job: launch.Job, ranks: list[int], seconds: float) -> None:

@@ -1,0 +1,1 @@
+"""What `tools/benchmark.py` measures, one subcommand a file."""

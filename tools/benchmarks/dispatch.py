@@ -1,0 +1,137 @@
+"""Expert parallelism beside DeepSpeed's own expert layer: bytes sent, and time, forward and backward."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+
+from benchmarks.layers import (
+    CAPACITY,
+    Sizes,
+    hold_share,
+    native_layer,
+    our_config,
+    our_parallel_layer,
+    training_contender,
+)
+from benchmarks.turns import ratio, show_ratio, take_turns
+from mode import accounting
+from mode.accounting import BlockCounts
+from mode.training.engine import start_process_group
+from mode.training.local_ranks import run_on_ranks
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    Sizes.add_arguments(parser, tokens=2048)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--shares", type=float, nargs="+", default=[0.0, 0.25, 0.5, 0.75], metavar="SHARE")
+
+
+def dispatch_on_a_rank(sizes: Sizes, shares: list[float], repeats: int) -> list[dict[str, Any]]:
+    """Bytes and times of one expert layer, forward and backward, ours and DeepSpeed's own, for every no-op share."""
+    start_process_group()
+    torch.set_num_threads(1)
+    rank = distributed.get_rank()
+    x_TD = sizes.tokens_TD(seed=rank)
+    native = native_layer(sizes)
+    found = []
+    for share in shares:
+        layer = our_parallel_layer(sizes, share)
+        hold_share(layer, share, x_TD.detach())
+        reduced = native_layer(sizes, CAPACITY * (1 - share))
+        contenders = [
+            training_contender("mode", layer, x_TD),
+            training_contender("deepspeed", native, x_TD),
+            training_contender("deepspeed, reduced capacity", reduced, x_TD),
+        ]
+        routing = layer(x_TD)[1]
+        processed, no_op = int(routing.num_processed()), int(routing.num_no_op())
+        counts = BlockCounts(1, sizes.tokens, sizes.tokens, sizes.tokens, processed, no_op, 0)
+        seconds = take_turns(contenders, repeats, distributed.barrier, quiet=rank != 0)
+        found.append(
+            {
+                "no_op": no_op,
+                "processed": processed,
+                "accounting": accounting.all_to_all_bytes(our_config(sizes), counts, element_size=4),
+                "bytes": {contender.name: bytes_sent(contender.run) for contender in contenders},
+                "seconds": seconds,
+            }
+        )
+    return found
+
+
+def bytes_sent(run: Callable[[], None]) -> list[int]:
+    """What this rank hands to each all-to-all of one run. Tables of counts, which are whole numbers, are left out."""
+    sent: list[int] = []
+    real = distributed.all_to_all_single
+
+    def counting(output: Tensor, input: Tensor, *arguments: Any, **options: Any) -> Any:
+        if input.is_floating_point():
+            sent.append(input.numel() * input.element_size())
+        return real(output, input, *arguments, **options)
+
+    distributed.all_to_all_single = counting
+    try:
+        run()
+    finally:
+        distributed.all_to_all_single = real
+    return sent
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    sizes = Sizes.read(options)
+    rows = []
+    for num_ranks in options.ranks:
+        print(f"{num_ranks} ranks ...", file=sys.stderr)
+        by_rank = run_on_ranks(dispatch_on_a_rank, num_ranks, sizes, options.shares, options.repeats)
+        for ranks in zip(*by_rank, strict=True):
+            # The first all-to-all carries what the rank sends, the second what it answers: one adds up to the other.
+            ours, native, reduced = (sum(sum(rank["bytes"][name]) for rank in ranks) for name in ranks[0]["bytes"])
+            seconds = ranks[0]["seconds"]
+            rows.append(
+                {
+                    "ranks": num_ranks,
+                    "no_op_share": sum(rank["no_op"] for rank in ranks)
+                    / sum(rank["no_op"] + rank["processed"] for rank in ranks),
+                    "bytes": ours,
+                    "accounting": 4 * sum(rank["accounting"] for rank in ranks),
+                    "native_bytes": native,
+                    "native_reduced_bytes": reduced,
+                    "seconds": statistics.median(seconds["mode"]),
+                    "native_seconds": statistics.median(seconds["deepspeed"]),
+                    "native_reduced_seconds": statistics.median(seconds["deepspeed, reduced capacity"]),
+                    "times_native": ratio(seconds["deepspeed"], seconds["mode"]),
+                    "times_native_reduced": ratio(seconds["deepspeed, reduced capacity"], seconds["mode"]),
+                }
+            )
+    return {"dispatch": rows, "sizes": vars(sizes), "repeats": options.repeats}
+
+
+def table(figures: dict[str, Any]) -> str:
+    settings = figures["sizes"]
+    lines = [
+        f"One expert layer, forward and backward, fp32: {settings['tokens']} tokens a rank, width {settings['width']}, "
+        f"{settings['experts']} experts of width {settings['hidden']}, top-{settings['top_k']}; four all-to-alls, all "
+        f"ranks together. DeepSpeed's own layer at capacity {CAPACITY} and, reduced, at {CAPACITY} x (1 - share), "
+        "where it drops what does not fit.",
+        "",
+        "| ranks | no-op share | MB sent | accounting | DeepSpeed | reduced | ms | DeepSpeed | reduced | times ours |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in figures["dispatch"]:
+        sent = [row[name] / 1e6 for name in ("bytes", "accounting", "native_bytes", "native_reduced_bytes")]
+        times = [row[name] * 1e3 for name in ("seconds", "native_seconds", "native_reduced_seconds")]
+        lines.append(
+            f"| {row['ranks']} | {row['no_op_share']:.3f} | "
+            + " | ".join(f"{value:.3f}" for value in sent)
+            + " | "
+            + " | ".join(f"{value:.1f}" for value in times)
+            + f" | {show_ratio(row['times_native'])} |"
+        )
+    return "\n".join(lines)

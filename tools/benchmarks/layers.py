@@ -1,0 +1,200 @@
+"""The expert layers that are measured, all with experts of one shape on the same tokens."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from functools import partial
+from io import StringIO
+from typing import Any, TypeVar
+
+import torch
+from deepspeed.moe.ep_experts import GroupedExperts
+from deepspeed.moe.layer import MoE
+from torch import Tensor, distributed, nn
+
+from benchmarks.turns import Contender
+from mode.config import ModeConfig
+from mode.layers import SwiGLU
+from mode.moe.layer import MoELayer
+from mode.moe.parallel import ParallelMoELayer
+from mode.moe.router import BiasedExpertRouter
+
+Layer = TypeVar("Layer", bound=nn.Module)
+CAPACITY = 1.25  # of DeepSpeed's own layer: the usual choice
+
+
+@dataclass(frozen=True)
+class Sizes:
+    tokens: int = 4096
+    width: int = 256
+    hidden: int = 512
+    experts: int = 8
+    top_k: int = 1
+
+    @staticmethod
+    def add_arguments(parser: argparse.ArgumentParser, **defaults: int) -> None:
+        for name, default in (vars(Sizes()) | defaults).items():
+            parser.add_argument(f"--{name}", type=int, default=default)
+
+    @staticmethod
+    def read(options: argparse.Namespace) -> Sizes:
+        return Sizes(**{name: getattr(options, name) for name in vars(Sizes())})
+
+    def tokens_TD(self, seed: int = 0) -> Tensor:
+        return torch.randn(self.tokens, self.width, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+
+
+def our_config(sizes: Sizes, share: float = 0.0, backend: str = "grouped_mm", ep_size: int = 1) -> ModeConfig:
+    experts: dict[str, Any] = {
+        "num_experts": sizes.experts,
+        "top_k": sizes.top_k,
+        "width": sizes.hidden,
+        "ep_size": ep_size,
+        "backend": backend,
+    }
+    if share:
+        experts |= {"num_no_ops": sizes.experts, "no_op_fraction": share, "balance_bias": {}}
+    model = {"width": sizes.width, "ffn_width": sizes.hidden, "num_heads": 1, "num_kv_heads": 1}
+    model |= {"vocab_size": 8, "num_layers": 1, "sequence_length": 8}
+    return ModeConfig.from_dict({"model": model, "experts": experts})
+
+
+def our_layer(sizes: Sizes, share: float = 0.0, backend: str = "grouped_mm") -> MoELayer:
+    """Our layer on one rank. With a `share`, `hold_share` must see the tokens."""
+    config = our_config(sizes, share, backend)
+    assert config.experts is not None
+    return with_weights(MoELayer(config.experts, sizes.width))
+
+
+def our_parallel_layer(sizes: Sizes, share: float) -> ParallelMoELayer:
+    """Our layer with its experts spread over all ranks."""
+    config = our_config(sizes, share, ep_size=distributed.get_world_size())
+    assert config.experts is not None
+    layer = ParallelMoELayer(config.experts, sizes.width, ep_rank=distributed.get_rank())
+    layer.set_deepspeed_parallelism()
+    return with_weights(layer)
+
+
+@torch.no_grad()
+def hold_share(layer: MoELayer, share: float, x_TD: Tensor) -> None:
+    """Searches the bias of the no-ops that gives them `share` of these tokens' choices."""
+    router = layer.router
+    if not isinstance(router, BiasedExpertRouter):
+        return
+    low, high = -50.0, 50.0
+    while high - low > 1e-5:
+        middle = (low + high) / 2
+        router.bias_J[router.config.num_experts :] = middle
+        no_op = router(x_TD).num_no_op().item() / (len(x_TD) * router.config.top_k)
+        low, high = (middle, high) if no_op < share else (low, middle)
+
+
+def native_layer(sizes: Sizes, capacity_factor: float = CAPACITY) -> MoE:
+    """DeepSpeed's own layer, its experts spread over all ranks."""
+    with redirect_stdout(StringIO()):
+        layer = MoE(
+            sizes.width,
+            SwiGLU(sizes.width, sizes.hidden),
+            sizes.experts,
+            ep_size=distributed.get_world_size(),
+            k=sizes.top_k,
+            capacity_factor=capacity_factor,
+            use_rts=False,
+            top2_2nd_expert_sampling=False,
+        )
+        layer.set_deepspeed_parallelism()
+    return with_weights(layer)
+
+
+class AutoEPExperts(nn.Module):
+    """DeepSpeed AutoEP's grouped experts between our router and our permutation."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.layer = our_layer(sizes)
+        self.layer.experts = GroupedExperts(sizes.width, sizes.hidden, sizes.experts)
+
+    def forward(self, x_TD: Tensor) -> tuple[Tensor, object]:
+        return self.layer(x_TD)
+
+
+class Mixtral(nn.Module):
+    """Hugging Face's block of experts; a row of tokens is a batch of one there."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        from transformers import MixtralConfig
+        from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
+
+        self.block = MixtralSparseMoeBlock(
+            MixtralConfig(
+                hidden_size=sizes.width,
+                intermediate_size=sizes.hidden,
+                num_local_experts=sizes.experts,
+                num_experts_per_tok=sizes.top_k,
+            )
+        )
+
+    def forward(self, x_TD: Tensor) -> tuple[Tensor, None]:
+        out = self.block(x_TD.unsqueeze(0))
+        return (out[0] if isinstance(out, tuple) else out).squeeze(0), None
+
+
+class Dense(nn.Module):
+    """One SwiGLU of the FLOPs of all K choices: the limit."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.swiglu = SwiGLU(sizes.width, sizes.top_k * sizes.hidden)
+
+    def forward(self, x_TD: Tensor) -> tuple[Tensor, None]:
+        return self.swiglu(x_TD), None
+
+
+@torch.no_grad()
+def with_weights(layer: Layer) -> Layer:
+    generator = torch.Generator().manual_seed(0)
+    for parameter in layer.parameters():
+        parameter.copy_(torch.randn(parameter.shape, generator=generator) * parameter.shape[-1] ** -0.5)
+    return layer
+
+
+def training_contender(name: str, layer: nn.Module, x_TD: Tensor) -> Contender:
+    """Forward and backward of a layer, to the gradients of its input and weights."""
+
+    def run() -> None:
+        layer(x_TD)[0].square().mean().backward()
+
+    def reset() -> None:
+        layer.zero_grad(set_to_none=True)
+        x_TD.grad = None
+
+    return Contender(name, run, reset)
+
+
+def expert_contenders(sizes: Sizes, share: float) -> tuple[list[Contender], dict[str, str]]:
+    """All that can run here, and why the others cannot."""
+    x_TD = sizes.tokens_TD()
+    with_no_ops = our_layer(sizes, share)
+    hold_share(with_no_ops, share, x_TD.detach())
+    makers: dict[str, Callable[[], nn.Module]] = {
+        "mode, grouped_mm": partial(our_layer, sizes),
+        "mode, loop": partial(our_layer, sizes, backend="loop"),
+        f"mode, no-op share {share:g}": lambda: with_no_ops,
+        "deepspeed.moe.layer.MoE": partial(native_layer, sizes),
+        "deepspeed AutoEP experts": lambda: with_weights(AutoEPExperts(sizes)),
+        "transformers Mixtral": lambda: with_weights(Mixtral(sizes)),
+        "dense SwiGLU": lambda: with_weights(Dense(sizes)),
+    }
+    contenders, absent = [], {}
+    for name, make in makers.items():
+        try:
+            contender = training_contender(name, make(), x_TD)
+            contender.run()
+            contenders.append(contender)
+        except Exception as error:  # somebody else's code: whatever it raises is what is reported
+            absent[name] = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+    return contenders, absent

@@ -1,0 +1,169 @@
+"""A training step of MoE and MoDE models of one size: do skipped FLOPs become saved time?
+
+Forward, backward and optimizer on the real engine, one process. FLOPs are those of the routes that were
+taken. And a depth-routed block beside a full one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks import models
+from benchmarks.turns import Contender, ratio, show_ratio, take_turns
+from mode.config import ModeConfig
+from mode.model.block import Block, DepthRoutedBlock
+from mode.model.rope import rope_tables
+from mode.moe.layer import MoELayer
+from mode.placement import Placement
+from mode.training.engine import build_engine, build_model, device, start_process_group
+from mode.training.metrics import counted_flops
+from mode.training.step import Step, optimizer_step
+
+add_arguments = models.add_arguments
+
+
+class Model:
+    """One model and what its last step did."""
+
+    def __init__(self, variant: str, options: argparse.Namespace) -> None:
+        self.run_config = models.run_config(variant, options)
+        self.engine = build_engine(self.run_config, build_model(self.run_config.mode), 1)
+        self.batches = models.batches(self.run_config)
+        self.flops: list[int] = []
+
+    def step(self) -> None:
+        batch = next(self.batches)
+        step: Step = optimizer_step(self.engine, self.run_config, [batch], device(), lambda losses, inputs: None)
+        self.flops.append(counted_flops(self.run_config.mode, len(batch.input_ids), step.sums.tolist()))
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    start_process_group()
+    found = {name: Model(name, options) for name in models.VARIANTS}
+    seconds = take_turns([Contender(name, model.step) for name, model in found.items()], options.repeats)
+    flops = {name: statistics.median(model.flops[1:]) for name, model in found.items()}
+    rows = []
+    for name in found:
+        faster = ratio(seconds["moe"], seconds[name])
+        fewer = flops["moe"] / flops[name]
+        rows.append(
+            {
+                "model": name,
+                "seconds": statistics.median(seconds[name]),
+                "flops": flops[name],
+                "times_faster": faster,
+                "times_fewer_flops": fewer,
+                "kept_of_the_saving": {key: value / fewer for key, value in faster.items()},
+            }
+        )
+    blocks, absent = measure_blocks(options)
+    return {"step": rows, "blocks": blocks, "absent": absent, "options": settings(options)}
+
+
+def settings(options: argparse.Namespace) -> dict[str, Any]:
+    return {name: value for name, value in vars(options).items() if name not in ("command", "json", "write")}
+
+
+# ---- one block ----
+
+
+class PublicBlock(nn.Module):
+    """The body of our block as the package `mixture-of-depth` wants a block."""
+
+    def __init__(self, block: Block, placement: Placement, width: int) -> None:
+        super().__init__()
+        self.block, self.placement, self.hidden_size = block, placement, width
+
+    def forward(self, x_1SD: Tensor, position_ids: Tensor, **rest: Any) -> tuple[Tensor]:
+        update_1SD, _ = self.block.body(x_1SD, self.placement.take(position_ids, None))
+        return (x_1SD + update_1SD,)
+
+
+def measure_blocks(options: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """Forward and backward of a full and of a depth-routed block; others that keep as many tokens, if installed."""
+    config: ModeConfig = models.run_config("mode_staged", options).mode
+    rows, length = options.tokens // options.sequence_length, options.sequence_length
+    positions_1L = torch.arange(length).unsqueeze(0)
+    cos_1LH, sin_1LH = rope_tables(positions_1L, config.model.head_width, config.model.rope_theta, torch.float32)
+    one_row = Placement.of_sequence(positions_1L, cos_1LH, sin_1LH, None)
+    whole = Placement.of_sequence(
+        positions_1L.expand(rows, -1), cos_1LH.expand(rows, -1, -1), sin_1LH.expand(rows, -1, -1), None
+    )
+    x_BLD = torch.randn(rows, length, config.model.width, requires_grad=True)
+    keys_B = torch.arange(rows)
+    full, routed = Block(config, 0, MoELayer), DepthRoutedBlock(config, 1, MoELayer)
+    for block in (full, routed):
+        scale_weights(block)
+    contenders = [
+        block_contender("full block", full, x_BLD, partial(full, x_BLD, whole, keys_B)),
+        block_contender("depth-routed, 12.5 %", routed, x_BLD, partial(routed, x_BLD, whole, keys_B)),
+    ]
+    absent = {}
+    try:
+        from MoD import MoD
+
+        public = MoD(0.125, PublicBlock(full, one_row, config.model.width))
+        public.router.eval()  # in training it starts at full capacity
+        arguments = dict.fromkeys(("attention_mask", "past_key_value"))
+        call = partial(
+            public, x_BLD, position_ids=whole.positions_BS, output_attentions=False, use_cache=False, **arguments
+        )
+        contender = block_contender("mixture-of-depth, 12.5 %", public, x_BLD, call)
+        contender.run()
+        contenders.append(contender)
+    except Exception as error:  # not installed, or it fails: either is reported
+        absent["mixture-of-depth"] = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+    seconds = take_turns(contenders, options.repeats)
+    return [
+        {
+            "block": name,
+            "seconds": statistics.median(found),
+            "of_the_full_block": ratio(found, seconds["full block"]),
+        }
+        for name, found in seconds.items()
+    ], absent
+
+
+@torch.no_grad()
+def scale_weights(module: nn.Module) -> None:
+    for parameter in module.parameters():
+        if parameter.ndim > 1:
+            parameter.normal_(std=parameter.shape[-1] ** -0.5)
+
+
+def block_contender(name: str, block: nn.Module, x_BLD: Tensor, call: partial[Any]) -> Contender:
+    def run() -> None:
+        call()[0].square().mean().backward()
+
+    def reset() -> None:
+        block.zero_grad(set_to_none=True)
+        x_BLD.grad = None
+
+    return Contender(name, run, reset)
+
+
+def table(figures: dict[str, Any]) -> str:
+    options = figures["options"]
+    lines = [
+        f"A training step of {options['layers']} layers, width {options['width']}, {options['experts']} experts, "
+        f"{options['tokens']} tokens, fp32; median of {options['repeats']} turns.",
+        "",
+        "| model | s | TFLOP counted | times faster than moe | times fewer FLOPs | saving kept |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in figures["step"]:
+        lines.append(
+            f"| {row['model']} | {row['seconds']:.2f} | {row['flops'] / 1e12:.3f} | {show_ratio(row['times_faster'])} "
+            f"| {row['times_fewer_flops']:.2f} | {show_ratio(row['kept_of_the_saving'])} |"
+        )
+    lines += ["", "| block | ms | of the full block |", "|---|---|---|"]
+    for row in figures["blocks"]:
+        lines.append(f"| {row['block']} | {row['seconds'] * 1e3:.1f} | {show_ratio(row['of_the_full_block'])} |")
+    lines += [""] + [f"Not measured: {name} ({reason})." for name, reason in figures["absent"].items()]
+    return "\n".join(lines).rstrip()

@@ -1,0 +1,63 @@
+"""Contenders that take turns, so that a busy machine slows all of them alike. Knows nothing of what they do."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from tqdm import tqdm
+
+
+@dataclass(frozen=True)
+class Contender:
+    """Something that takes a turn; `run` does all of its work once, `reset` what is not to be timed."""
+
+    name: str
+    run: Callable[[], object]
+    reset: Callable[[], object] = lambda: None
+
+
+def nothing() -> None:
+    """For `before`, where nobody is to be waited for."""
+
+
+def take_turns(
+    contenders: Sequence[Contender], repeats: int, before: Callable[[], None] = nothing, quiet: bool = False
+) -> dict[str, list[float]]:
+    """Seconds of every run; a first round of all of them is left out, to warm up. `before` comes around each."""
+    seconds: dict[str, list[float]] = {contender.name: [] for contender in contenders}
+    for turn in tqdm(range(repeats + 1), desc="turns", leave=False, disable=quiet or None):
+        for contender in contenders:
+            contender.reset()
+            before()
+            started = time.perf_counter()
+            contender.run()
+            before()
+            if turn:
+                seconds[contender.name].append(time.perf_counter() - started)
+    return seconds
+
+
+def ratio(over: Sequence[float], under: Sequence[float]) -> dict[str, float]:
+    """How many times `over` is `under`: the median over the turns, and the middle half."""
+    ratios = [a / b for a, b in zip(over, under, strict=True)]
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    return {"median": middle, "low": low, "high": high}
+
+
+def show_ratio(found: dict[str, float]) -> str:
+    return f"{found['median']:.2f} ({found['low']:.2f}-{found['high']:.2f})"
+
+
+def gemm_peak(size: int = 1024, repeats: int = 20) -> float:
+    """FLOP/s of the best of `repeats` square float32 products: what this machine can do just now."""
+    a, b = torch.randn(size, size), torch.randn(size, size)
+    seconds = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        torch.mm(a, b)
+        seconds.append(time.perf_counter() - started)
+    return 2 * size**3 / min(seconds)
