@@ -50,3 +50,39 @@ def test_bytes_sent_equal_the_accounting_and_are_less_than_deepspeeds_own() -> N
         real = 2 * 96 * 2 * (1 - row["no_op_share"])  # ranks x tokens x choices
         assert row["bytes"] == row["accounting"] == pytest.approx(4 * real * 16 * 4)  # all-to-alls x width x float32
         assert row["bytes"] < row["native_bytes"]
+
+
+SMALL = ("--width", "16", "--hidden", "16", "--experts", "4", "--repeats", "2")
+
+
+def test_the_layer_benchmark_measures_all_that_is_here_and_names_what_is_not() -> None:
+    code, found = figures("tools/benchmark.py", "layer", "--tokens", "64", *SMALL)
+    assert code == 0 and found["gemm_peak"] > 0
+    for top_k in (1, 2):
+        rows = {row["contender"]: row for row in found["layer"] if row["top_k"] == top_k}
+        assert {"mode, grouped_mm", "mode, loop", "deepspeed.moe.layer.MoE", "dense SwiGLU"} <= set(rows)
+        assert "transformers Mixtral" in set(rows) | set(found["absent"])
+        # three matrices, a multiply and an add each, forward once and backward twice
+        assert rows["mode, loop"]["flops"] == 64 * top_k * (3 * 2 * 16 * 16) * 3
+        assert rows["mode, no-op share 0.5"]["flops"] == rows["mode, loop"]["flops"] / 2
+        assert rows["mode, grouped_mm"]["times_ours"] == {"median": 1.0, "low": 1.0, "high": 1.0}
+
+
+def test_the_step_benchmark_counts_the_flops_of_the_routes_taken() -> None:
+    code, found = figures(
+        "tools/benchmark.py", "step", "--tokens", "256", "--sequence_length", "64", "--layers", "4", *SMALL
+    )
+    rows = {row["model"]: row for row in found["step"]}
+    assert code == 0 and list(rows) == ["moe", "mode_staged", "mode_integrated", "mode"]
+    assert rows["moe"]["flops"] > rows["mode_integrated"]["flops"] > rows["mode"]["flops"]
+    for row in rows.values():
+        assert row["times_fewer_flops"] == pytest.approx(rows["moe"]["flops"] / row["flops"])
+    assert [row["block"] for row in found["blocks"]][:2] == ["full block", "depth-routed, 12.5 %"]
+
+
+def test_the_memory_benchmark_has_a_process_for_every_model() -> None:
+    code, found = figures(
+        "tools/benchmark.py", "memory", "--tokens", "128", "--sequence_length", "64", "--layers", "2", *SMALL
+    )
+    assert code == 0 and len(found["memory"]) == 5
+    assert all(row["lowest"] <= row["peak_bytes"] <= row["highest"] for row in found["memory"])
