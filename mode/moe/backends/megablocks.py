@@ -50,9 +50,7 @@ class _Package:
 @functools.cache
 def _package() -> _Package:
     """The package, or `Lack`."""
-    for name in ("megablocks", "grouped_gemm"):
-        if find_spec(name) is None:
-            raise Lack(f"{name} is not installed", f'{INSTALL}, or use "auto"')
+    _check_installed()
     try:
         importlib.import_module("grouped_gemm")  # MegaBlocks itself hides why this failed
         ops = importlib.import_module("megablocks.ops")
@@ -63,11 +61,18 @@ def _package() -> _Package:
 
 
 def check_usable(device: torch.device, dtype: torch.dtype) -> None:
-    """Refuses, by `Lack`, a model that MegaBlocks cannot compute here."""
-    _package()
+    """Refuses, by `Lack`, a model that MegaBlocks cannot compute here. Imports it only if nothing else is lacking."""
+    _check_installed()
     if device.type != "cuda":
         raise Lack(f"megablocks needs a CUDA GPU and this is a {device.type} device", 'use "auto"')
     _check_dtype(dtype)
+    _package()
+
+
+def _check_installed() -> None:
+    for name in ("megablocks", "grouped_gemm"):
+        if find_spec(name) is None:
+            raise Lack(f"{name} is not installed", f'{INSTALL}, or use "auto"')
 
 
 def _check_dtype(dtype: torch.dtype) -> None:
@@ -124,7 +129,7 @@ class MegaBlocksDispatcher(LocalDispatcher):
         ends_E = ops.inclusive_cumsum(counts_E, 0).view(-1)  # of one expert it would be a scalar
         gates_A = routing.gates_TK.flatten()
         return Permuted(
-            x_QD=ops.gather(x_TD, order_A, experts_A, ends_E, top_k),
+            x_QD=ops.gather(x_TD.contiguous(), order_A, experts_A, ends_E, top_k),
             counts_e=counts_E.long(),
             tokens_R=order_A.long() // top_k,
             gates_R=gates_A[order_A],
