@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import torch
@@ -188,6 +188,23 @@ def test_a_model_trained_with_megablocks_loads_and_runs_where_the_package_is_mis
     assert loaded(torch.arange(8).view(1, 8)).logits.isfinite().all()
 
 
+def pins(name: str) -> dict[str, str]:
+    lines = (launch.ROOT / name).read_text().lower().replace("_", "-").splitlines()
+    return dict(line.split("==") for line in lines if not line.startswith("#"))
+
+
+def test_the_gpu_environment_differs_from_the_tested_one_in_torch_and_what_it_brings_alone():
+    tested, gpu = pins("constraints.txt"), pins("constraints-gpu.txt")
+    assert {name for name in tested.keys() & gpu.keys() if tested[name] != gpu[name]} == {"torch"}
+    brought = {name for name in gpu.keys() - tested.keys() if not re.match(r"nvidia-.*-cu12|cuda-", name)}
+    assert brought == {"triton", "stanford-stk", "setuptools"}
+
+
+def test_the_install_command_of_the_error_and_of_the_page_are_one():
+    command = megablocks.INSTALL.removesuffix(" (docs/gpu.md)")
+    assert f"\n{command}\n" in (launch.ROOT / "docs" / "gpu.md").read_text()
+
+
 # ---------------------------------------------------------------------------------------------------
 # In a run
 
@@ -228,8 +245,7 @@ def test_a_run_that_names_a_backend_the_machine_lacks_ends_with_one_line(tmp_pat
 def interpreted():
     """What came out of every case, in one process: Triton decides at its import whether to interpret."""
     folder = os.environ.get("MEGABLOCKS_PATH")
-    present = (Path(folder) / "megablocks").is_dir() if folder else all(map(find_spec, ("megablocks", "stk", "triton")))
-    if not present:
+    if folder is None and not all(map(find_spec, ("megablocks", "stk", "triton"))):
         pytest.skip("megablocks, stanford-stk and triton are not installed; docs/gpu.md says how, without a GPU")
     path = os.pathsep.join(filter(None, [str(launch.ROOT), folder]))
     done = subprocess.run(
