@@ -8,6 +8,7 @@ This file knows names and numbers only. It imports the standard library and noth
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -93,7 +94,7 @@ class ExpertsConfig(Section):
     balance_loss: BalanceLossConfig | None = section(BalanceLossConfig, None, null=True)
     balance_bias: BalanceBiasConfig | None = section(BalanceBiasConfig, None, null=True)
     z_loss_weight: float = number(0.0, at_least=0)
-    backend: str = choice("grouped_mm", of=("loop", "grouped_mm"))
+    backend: str = choice("auto", of=("auto", "megablocks", "grouped_mm", "loop"))
     ep_size: int = integer(1)
 
     @property
@@ -315,8 +316,14 @@ class ModeConfig(Section):
                 raise ConfigError(
                     path,
                     f'is {width}; with experts.backend "grouped_mm" it must be a multiple of 8; '
-                    'change it, or use the backend "loop"',
+                    'change it, or use the backend "auto" or "loop"',
                 )
+
+    def with_backend(self, backend: str) -> ModeConfig:
+        """The same model, its experts computed by `backend`."""
+        if self.experts is None:
+            return self
+        return dataclasses.replace(self, experts=dataclasses.replace(self.experts, backend=backend))
 
     def is_routed(self, layer: int) -> bool:
         """Whether block `layer`, counted from 0, is depth-routed: with `every: 2`, blocks 1, 3, 5, ..."""

@@ -202,6 +202,7 @@ def run_config_from_dict(document: Any) -> RunConfig:
         raise error.under("mode") from None
     deepspeed = {key: value for key, value in document.items() if key != "mode"}
     engine = _read_engine(deepspeed)
+    _check_backend_precision(config, engine)
     _check_expert_capacity(config, engine)
     return RunConfig(config, engine, deepspeed)
 
@@ -259,6 +260,15 @@ def _read_engine(deepspeed: dict[str, Any]) -> EngineConfig:
         return EngineConfig(**values, precision=enabled[0] if enabled else "fp32")
     except ConfigError as error:
         raise ConfigError(json_paths.get(error.path, error.path), error.problem) from None
+
+
+def _check_backend_precision(config: ModeConfig, engine: EngineConfig) -> None:
+    if config.experts is not None and config.experts.backend == "megablocks" and engine.precision != "bf16":
+        raise ConfigError(
+            "mode.experts.backend",
+            f'is "megablocks", which computes in bf16 only, in a run in {engine.precision}; set bf16.enabled to true, '
+            'or use "auto"',
+        )
 
 
 def _check_expert_capacity(config: ModeConfig, engine: EngineConfig) -> None:

@@ -42,6 +42,7 @@ GOOD = {
             "balance_bias": {"rate": 0.01},
             "capacity_factor": 1.25,
             "z_loss_weight": 0.001,
+            "backend": "grouped_mm",
             "ep_size": 2,
         },
         "depth": {"capacity_fraction": 0.125, "every": 2, "predictor": {"width": 16}, "aux_loss": None},

@@ -60,9 +60,8 @@ class ModeTransformer(nn.Module):
 
         `dtype` is that of the weights in use; by default the one they are stored in.
         """
-        config = read_config(folder)
         with torch.device("meta"):
-            model = cls(config)
+            model = cls(_for_any_machine(read_config(folder)))
         model._take(read_weights(folder, model.weights(), device), assign=True)
         return (model if dtype is None else model.to(dtype)).eval()
 
@@ -155,6 +154,12 @@ class ModeTransformer(nn.Module):
                 f"input_ids has {input_ids.shape[1]} tokens a row, more than mode.model.sequence_length = {longest}; "
                 "cut the rows, or raise that setting"
             )
+
+
+def _for_any_machine(config: ModeConfig) -> ModeConfig:
+    """The same model where the package that trained it may be missing."""
+    needs_package = config.experts is not None and config.experts.backend == "megablocks"
+    return config.with_backend("auto") if needs_package else config
 
 
 def _run(block: nn.Module, *inputs: Any) -> Any:

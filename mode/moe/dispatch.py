@@ -30,10 +30,16 @@ class Rows:
 
 @dataclass(frozen=True)
 class Dispatched:
-    """The processed assignments, sorted by expert; within one expert, by token."""
+    """What the experts of this rank get, sorted by expert. A dispatcher adds what it needs for the way back."""
 
     x_QD: Tensor  # the tokens' vectors
     counts_e: Tensor  # int64: how many rows belong to each expert of this rank
+
+
+@dataclass(frozen=True)
+class Sorted(Dispatched):
+    """The processed assignments, sorted by expert; within one expert, by token."""
+
     gates_R: Tensor  # float32
     rows: Rows
 
@@ -42,13 +48,16 @@ class LocalDispatcher:
     """All experts are on this rank."""
 
     def dispatch(self, x_TD: Tensor, routing: ExpertRouting) -> Dispatched:
+        return self.sort(x_TD, routing)
+
+    def sort(self, x_TD: Tensor, routing: ExpertRouting) -> Sorted:
         top_k = routing.choices_TK.shape[1]
         assignments_R = routing.processed_TK.flatten().nonzero().squeeze(1)
         experts_R, order_R = routing.choices_TK.flatten()[assignments_R].sort(stable=True)
         assignments_R = assignments_R[order_R]
         ends_T = routing.processed_TK.sum(dim=1).cumsum(0)
         rows = Rows(assignments_R // top_k, inverse(order_R), ends_T - routing.processed_TK.sum(dim=1))
-        return Dispatched(
+        return Sorted(
             x_QD=gather_rows(x_TD, rows),
             counts_e=torch.bincount(experts_R, minlength=routing.num_experts),
             gates_R=routing.gates_TK.flatten()[assignments_R],
@@ -57,6 +66,7 @@ class LocalDispatcher:
 
     def combine(self, out_QD: Tensor, sent: Dispatched) -> Tensor:
         """Sums each token's gated expert outputs; a token without any gets exactly zero."""
+        assert isinstance(sent, Sorted)
         return sum_rows(out_QD, sent.gates_R, sent.rows)
 
 

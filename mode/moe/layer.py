@@ -6,10 +6,17 @@ from torch import Tensor, nn
 
 from mode.config import ExpertsConfig
 from mode.layers import SwiGLU
+from mode.moe.backends.megablocks import MegaBlocksDispatcher
 from mode.moe.dispatch import LocalDispatcher
 from mode.moe.experts import Experts
 from mode.moe.router import build_expert_router
 from mode.routing import ExpertRouting
+
+
+def build_dispatcher(config: ExpertsConfig) -> LocalDispatcher:
+    """MegaBlocks' own where it fits: with no-ops or a capacity it would copy what nobody computes."""
+    all_processed = config.num_no_ops == 0 and config.capacity_factor is None
+    return MegaBlocksDispatcher() if config.backend == "megablocks" and all_processed else LocalDispatcher()
 
 
 class SharedExperts(SwiGLU):
@@ -32,7 +39,7 @@ class MoELayer(nn.Module):
     def __init__(self, config: ExpertsConfig, width: int, experts: Experts | None = None) -> None:
         nn.Module.__init__(self)  # by name: the subclass for the engine has a second parent
         self.router = build_expert_router(config, width)
-        self.dispatcher = LocalDispatcher()
+        self.dispatcher = build_dispatcher(config)
         self.experts = experts or Experts(config.num_experts, width, config.width, config.backend)
         self.shared = SharedExperts(width, config.num_shared * config.width) if config.num_shared else NoSharedExperts()
 

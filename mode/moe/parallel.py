@@ -40,7 +40,7 @@ from deepspeed.moe.utils import is_moe_param
 from torch import Tensor, distributed, nn
 
 from mode.config import ExpertsConfig
-from mode.moe.dispatch import Dispatched, LocalDispatcher, inverse, permute
+from mode.moe.dispatch import Dispatched, LocalDispatcher, Sorted, inverse, permute
 from mode.moe.experts import Experts
 from mode.moe.layer import MoELayer
 from mode.routing import ExpertRouting
@@ -48,7 +48,7 @@ from mode.section import ConfigError
 
 
 @dataclass(frozen=True)
-class Exchanged(Dispatched):
+class Exchanged(Sorted):
     """What this rank's experts get from all ranks, and the way back.
 
     `x_QD` and `counts_e` are of this rank's experts; the other inherited fields are of what it sent.
@@ -67,7 +67,7 @@ class ParallelDispatcher(LocalDispatcher):
         self.num_ranks = distributed.get_world_size(group)
 
     def dispatch(self, x_TD: Tensor, routing: ExpertRouting) -> Exchanged:
-        sent = super().dispatch(x_TD, routing)
+        sent = self.sort(x_TD, routing)
         num_local = routing.num_experts // self.num_ranks
         plan = _split_plan_from_expert_counts(sent.counts_e, self.num_ranks, num_local, self.group)
         arrived_QD = _AllToAllV.apply(self.group, sent.x_QD, plan.input_splits, plan.output_splits)

@@ -24,6 +24,7 @@ from mode import accounting
 from mode.config import ModeConfig
 from mode.config_file import RunConfig
 from mode.model.transformer import ModeTransformer
+from mode.moe.backends import PREFERENCE, choose_backend
 from mode.moe.parallel import ParallelMoELayer
 from mode.section import ConfigError, show
 from mode.training.refusals import refuse_what_is_wrong
@@ -31,6 +32,7 @@ from mode.training.watchdog import Watchdog
 
 MONITORS = ("tensorboard", "csv_monitor", "wandb", "comet")
 TIMEOUT_MARGIN = 60  # seconds by which a collective's own limit is longer than the watchdog's, which tells more
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 WARMUP_SHARE = 0.1  # of the steps, where the scheduler's warm-up is "auto"
 
 
@@ -82,6 +84,31 @@ def engine_settings(run: RunConfig, world_size: int) -> dict[str, Any]:
         if scheduler.get(name) == "auto":
             scheduler[name] = value
     return settings
+
+
+def agreed_backend(run: RunConfig) -> tuple[str, str] | None:
+    """(how all ranks compute the experts, why so), or None without experts. A collective.
+
+    Where "auto" finds different things, all take what the rank that has least can do.
+    """
+    experts = run.mode.experts
+    if experts is None:
+        return None
+    mine: tuple[str, str, str | None]
+    try:
+        widths = (run.mode.model.width, experts.width)
+        mine = (*choose_backend(experts.backend, device(), DTYPES[run.engine.precision], widths), None)
+    except ConfigError as error:
+        mine = ("", "", error.problem)
+    found: list[Any] = [mine] * distributed.get_world_size()
+    distributed.all_gather_object(found, mine)
+    for rank, (_, _, problem) in enumerate(found):
+        if problem is not None:
+            raise ConfigError("mode.experts.backend", problem + (f" (rank {rank})" if len(found) > 1 else ""))
+    least = max(range(len(found)), key=lambda rank: PREFERENCE.index(found[rank][0]))
+    name, reason, _ = found[least]
+    where = f" on rank {least}" if len({answer[0] for answer in found}) > 1 else ""
+    return name, reason + where
 
 
 def build_model(config: ModeConfig) -> ModeTransformer:

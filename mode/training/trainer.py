@@ -29,7 +29,7 @@ from mode.section import ConfigError, show
 from mode.training import checkpoint as checkpoints
 from mode.training.console import Console, plan_table, table
 from mode.training.elastic import for_any_layout, layout_of, load_universal
-from mode.training.engine import build_engine, build_model, device, peak_flops
+from mode.training.engine import agreed_backend, build_engine, build_model, device, peak_flops
 from mode.training.evaluate import Evaluation, evaluate
 from mode.training.metrics import CHOICES, counted_flops, decision_image, routing_figures
 from mode.training.recorder import Recorder
@@ -73,7 +73,8 @@ class Trainer:
         if found is not None:
             _check_same_run(found, self.identity())
         self.watchdog.progress("the start, building the engine", START_PATIENCE)
-        model = build_model(self.config)
+        self.backend = agreed_backend(run)
+        model = build_model(self.config if self.backend is None else self.config.with_backend(self.backend[0]))
         if found is None and self.config.train.init_from is not None:
             _start_from(model, self.config.train.init_from, data.tokenizer)
         self.layout = layout_of(run, self.world_size)
@@ -297,6 +298,8 @@ class Trainer:
         counts = self.data.train.counts
         self.console.note(f"{self.config.description}\n")
         self.console.note(plan_table(self.run, self.world_size))
+        if self.backend is not None:
+            self.console.note("  experts          {} ({})".format(*self.backend))
         self.console.note(
             f"  data             {self.data.source}: {counts.num_tokens:,} training tokens in "
             f"{counts.num_documents:,} documents\n  run directory    {self.run_dir}"

@@ -127,6 +127,11 @@ def test_the_brief_monitor_has_no_tag_per_block(tiny, tmp_path):
     assert len(tags["scalars"]) < 40
 
 
+def test_the_opening_table_says_how_the_experts_are_computed_and_why(finished):
+    _, output = finished
+    assert "\n  experts          grouped_mm (megablocks " in output
+
+
 def test_the_closing_lines_tell_losses_compute_a_sample_and_what_to_do_next(finished):
     run_dir, output = finished
     for words in ("train loss", "validation loss", "a bigram model:", "perplexity", "bits per byte", "training FLOPs"):
