@@ -66,6 +66,14 @@ class ModeTransformer(nn.Module):
         model._take(read_weights(folder, model.weights(), device), assign=True)
         return (model if dtype is None else model.to(dtype)).eval()
 
+    @classmethod
+    def from_weights(cls, config: ModeConfig, weights: dict[str, Tensor]) -> ModeTransformer:
+        """A model, for evaluation, with all of `weights` (as `weights()` names them) as its own."""
+        with torch.device("meta"):
+            model = cls(config)
+        model._take(weights, assign=True)
+        return model.eval()
+
     def load_pretrained(self, folder: str | Path) -> None:
         """Copies the weights of an exported folder into this model, of the experts those that it keeps."""
         with torch.device("meta"):
