@@ -62,14 +62,14 @@ def cached_logits(model: ModeTransformer, prompts: Prompts, new: Tensor) -> tupl
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-5)])
 def test_cached_logits_and_tokens_are_those_of_the_causal_forward_pass_for_every_row(kind, dtype, tolerance):
     model = build(kind, dtype)
-    out = model.generate(IDS, 20, lengths=LENGTHS)
-    assert out.shape == (4, 32) and torch.equal(out[:, :12], IDS)
+    out = model.generate(IDS, 12, lengths=LENGTHS)
+    assert out.shape == (4, 24) and torch.equal(out[:, :12], IDS)
     logits, _ = cached_logits(model, Prompts.from_left_padded(IDS, LENGTHS), out[:, 12:-1])
     for row, length in enumerate(PROMPT_LENGTHS):
-        expected_ids, expected_logits = reference(model, IDS[row, 12 - length :], 20)
+        expected_ids, expected_logits = reference(model, IDS[row, 12 - length :], 12)
         torch.testing.assert_close(logits[row], expected_logits, rtol=tolerance, atol=tolerance)
         assert torch.equal(out[row, 12 - length :], expected_ids)
-        alone = model.generate(IDS[row : row + 1, 12 - length :], 20)
+        alone = model.generate(IDS[row : row + 1, 12 - length :], 12)
         assert torch.equal(alone[0], expected_ids), "a batch of one"
 
 
@@ -127,9 +127,9 @@ def test_blocks_that_keep_nothing_or_everything_decode_too():
         model = build("mod")
         for block in (model.blocks[1], model.blocks[3]):
             block.router.predictor.down.bias.data.fill_(bias)
-        out = model.generate(IDS, 20, lengths=LENGTHS)
+        out = model.generate(IDS, 8, lengths=LENGTHS)
         for row, length in enumerate(PROMPT_LENGTHS):
-            assert torch.equal(out[row, 12 - length :], reference(model, IDS[row, 12 - length :], 20)[0])
+            assert torch.equal(out[row, 12 - length :], reference(model, IDS[row, 12 - length :], 8)[0])
 
 
 @settings(max_examples=40, deadline=None)
