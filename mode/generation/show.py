@@ -1,8 +1,8 @@
 """What the model did with each token of a text, in colour: in a terminal or as an HTML page.
 
-The background says how many blocks processed the token; a token that chose no-ops is underlined. Where all blocks
-process all tokens, the background says how many no-ops it chose instead. The scale runs from pale yellow to dark blue
-and is monotonous in lightness, so it reads without colour vision, too.
+The background says how many blocks processed the token; a token that chose mostly no-ops is underlined. Where all
+blocks process all tokens, the background says how many no-ops it chose instead. The scale runs from pale yellow to dark
+blue and gets darker all the way, so it reads without colour vision, too.
 """
 
 from __future__ import annotations
@@ -19,8 +19,16 @@ from mode.generation.text import TextStream
 from mode.model.transformer import ModeTransformer
 from mode.routing import BlockRouting
 
-# Of the palette cividis, made for all kinds of colour vision, from its light end.
-SCALE = [(254, 232, 56), (210, 192, 96), (165, 156, 116), (124, 123, 120), (87, 93, 109), (42, 63, 109), (0, 34, 78)]
+# ColorBrewer's YlGnBu, made for all kinds of colour vision.
+SCALE = [
+    (255, 255, 217),
+    (199, 233, 180),
+    (127, 205, 187),
+    (65, 182, 196),
+    (29, 145, 192),
+    (34, 94, 168),
+    (12, 44, 132),
+]
 RESET = "\x1b[0m"
 
 
@@ -42,7 +50,8 @@ class Routes:
     tokens: list[TokenRoute]
     num_tokens: int  # more than pieces of text where characters are spelled by several
     processed: list[int]  # how many tokens each block processed
-    fewest: int  # blocks that processed a token
+    fewest: int  # blocks that processed one of the tokens
+    most: int
     routes_depth: bool
     has_no_ops: bool
 
@@ -53,13 +62,16 @@ class Routes:
     def level(self, token: TokenRoute) -> float:
         """Where on the scale the token's background is: 0 to 1."""
         if self.routes_depth:
-            return (len(token.blocks) - self.fewest) / max(self.num_layers - self.fewest, 1)
+            return self.depth_level(len(token.blocks))
         return token.no_ops / max(token.choices, 1) if self.has_no_ops else 0.0
+
+    def depth_level(self, num_blocks: int) -> float:
+        return (num_blocks - self.fewest) / max(self.most - self.fewest, 1)
 
     def legend(self) -> str:
         """What the colours mean, in words."""
         if self.routes_depth:
-            return f"background: processed by {self.fewest} (pale) to all {self.num_layers} blocks (dark)"
+            return f"background: processed by {self.fewest} (pale) to {self.most} (dark) of {self.num_layers} blocks"
         if self.has_no_ops:
             return "background: from no (pale) to only (dark) no-op choices"
         return "this model routes nothing that could be shown"
@@ -98,6 +110,7 @@ def token_routes(
         num_tokens=len(ids),
         processed=[sum(layer in entered for entered in blocks) for layer in range(len(routing))],
         fewest=min(map(len, blocks)),
+        most=max(map(len, blocks)),
         routes_depth=model.config.depth is not None,
         has_no_ops=has_no_ops,
     )
@@ -164,15 +177,15 @@ body {{ font: 15px/1.4 system-ui, sans-serif; max-width: 60rem; margin: 2rem aut
 pre {{ font: 14px/1.9 ui-monospace, Menlo, Consolas, monospace; white-space: pre-wrap; overflow-wrap: anywhere;
   tab-size: 4; }}
 pre span {{ padding: .2em 0; }}
-pre .new {{ border-top: 2px solid #d55e00; }}
+.new {{ border-top: 2px solid #d55e00; }}
 .no-op {{ text-decoration: underline; text-decoration-thickness: 2px; text-underline-offset: 3px; }}
-.scale {{ display: inline-block; width: 12rem; height: 1em; vertical-align: middle; border: 1px solid #888; }}
+.scale {{ display: inline-block; min-width: 2.5rem; text-align: center; font-size: 13px; }}
 table {{ border-collapse: collapse; font-size: 13px; }}
 th, td {{ padding: .15rem .8rem .15rem 0; text-align: right; font-variant-numeric: tabular-nums; }}
 th {{ border-bottom: 1px solid #888; }}
 </style>
 <h1>{title}</h1>
-<p>{legend}<br><span class="scale" style="background: linear-gradient(to right, {gradient})"></span></p>
+<p>{legend}<br>{scale}</p>
 {texts}
 </html>
 """
@@ -181,15 +194,30 @@ th {{ border-bottom: 1px solid #888; }}
 def to_html(texts: Sequence[Routes], title: str) -> str:
     """A page that needs no other file. Pointing at a token tells its numbers."""
     assert texts
-    fewest = min(routes.fewest for routes in texts)
-    texts = [dataclasses.replace(routes, fewest=fewest) for routes in texts]  # one scale for the page
-    words = [texts[0].legend(), texts[0].underline_legend(), "orange line above: new tokens"]
+    fewest, most = min(routes.fewest for routes in texts), max(routes.most for routes in texts)
+    texts = [dataclasses.replace(routes, fewest=fewest, most=most) for routes in texts]  # one scale for the page
+    words = [texts[0].legend(), texts[0].underline_legend(), "line above: new tokens"]
     return PAGE.format(
         title=html.escape(title),
         legend="<br>".join(html.escape(line) for line in words if line),
-        gradient=", ".join("rgb({}, {}, {})".format(*stop) for stop in SCALE),
+        scale=_scale(texts[0]),
         texts="\n".join(_text(routes) for routes in texts),
     )
+
+
+def _scale(routes: Routes) -> str:
+    """The colours in use, each with its number."""
+    steps: list[tuple[str, float]] = []
+    if routes.routes_depth:
+        steps = [(str(count), routes.depth_level(count)) for count in range(routes.fewest, routes.most + 1)]
+    elif routes.has_no_ops:
+        steps = [(f"{share}%", share / 100) for share in (0, 25, 50, 75, 100)]
+    return "".join(f'<span class="scale" style="{_style(level)}">{label}</span>' for label, level in steps)
+
+
+def _style(level: float) -> str:
+    background = colour(level)
+    return "background: rgb({}, {}, {}); ".format(*background) + "color: rgb({}, {}, {})".format(*ink(background))
 
 
 def _text(routes: Routes) -> str:
@@ -197,14 +225,13 @@ def _text(routes: Routes) -> str:
 
 
 def _span(routes: Routes, token: TokenRoute) -> str:
-    background = colour(routes.level(token))
     about = f"processed by {len(token.blocks)} of {routes.num_layers} blocks"
     if routes.routes_depth:
         about += f": {', '.join(map(str, token.blocks)) or 'none'}"
     if routes.has_no_ops:
         about += f"; {token.no_ops} of {token.choices} choices are no-ops"
     classes = [name for name, on in (("new", not token.is_prompt), ("no-op", underlined(token))) if on]
-    style = "background: rgb({}, {}, {}); ".format(*background) + "color: rgb({}, {}, {})".format(*ink(background))
+    style = _style(routes.level(token))
     shown = "".join(c if c.isprintable() or c in "\t\n" else UNPRINTABLE for c in token.text)
     text = html.escape(shown).replace("\n", "&#8629;\n")  # so that the colour of a line's end shows
     return f'<span class="{" ".join(classes)}" style="{style}" title="{html.escape(about)}">{text}</span>'
