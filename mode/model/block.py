@@ -115,6 +115,8 @@ class DepthRoutedBlock(nn.Module):
         """The causal forward pass; `cache` takes the keys and values of the kept tokens."""
         positions_BL, present_BL = placement.positions_BS, placement.present_BS
         depth = self.router.causal(x_BLD, sample_keys_B, positions_BL, causal, present_BL)
+        if depth.kept_BS.shape[1] == 0:
+            return x_BLD
         return self._route(x_BLD, placement, depth, cache.fill)[0]
 
     def step(

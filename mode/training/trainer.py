@@ -24,6 +24,7 @@ from mode.config_file import RunConfig
 from mode.data import Batch, PackedData, Tokenizer, TrainLoader, bigram_loss, spread_rows
 from mode.model.pretrained import check_same_model
 from mode.model.transformer import ModeOutput, ModeTransformer
+from mode.routing import BlockRouting
 from mode.section import ConfigError, show
 from mode.training import checkpoint as checkpoints
 from mode.training.console import Console, plan_table, table
@@ -202,17 +203,21 @@ class Trainer:
 
     def _evaluate(self) -> dict[str, float]:
         started = time.perf_counter()
-        result = self._validation_loss(causal=False)
-        values = {"loss/val": result.loss}
+        self.val_losses, routing = self._validate()
         if self.rank == 0:
-            self.recorder.write_decisions(decision_image(result.routing, row=0), self.position["step"])
+            self.recorder.write_decisions(decision_image(routing, row=0), self.position["step"])
+        self.clock_start += time.perf_counter() - started
+        return self.val_losses
+
+    def _validate(self) -> tuple[dict[str, float], tuple[BlockRouting, ...]]:
+        """Losses on the validation rows with top-k routing and, where that sees the future, as in sampling."""
+        top_k = self._validation_loss(causal=False)
+        values = {"loss/val": top_k.loss}
         if self.config.depth is not None:
             causal = self._validation_loss(causal=True)
             kept = [shares.kept for shares in causal.depth.values()]
             values |= {"loss/val_causal": causal.loss, "depth/kept_fraction_causal": sum(kept) / len(kept)}
-        self.clock_start += time.perf_counter() - started
-        self.val_losses = values
-        return values
+        return values, top_k.routing
 
     def _validation_loss(self, causal: bool) -> Evaluation:
         return evaluate(
@@ -322,7 +327,7 @@ class Trainer:
             self.console.note(self._commands())
             self.recorder.close()
             return Summary(False, self.position["step"])
-        losses = self.val_losses or self._evaluate()
+        losses = self.val_losses or self._validate()[0]
         self.watchdog.progress("the closing sample")
         sample = self._sample()
         self.watchdog.close()  # no collective follows, and the closing table may take its time

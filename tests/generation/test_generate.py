@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mode import accounting
 from mode.accounting import BlockCounts
+from mode.depth.noise import keyed_noise, noise_at
 from mode.generation import Sampling, stream
 from mode.generation.cached import CachedDecoder
 from mode.generation.prompts import Prompts
@@ -270,6 +271,26 @@ def test_a_model_spread_over_ranks_is_refused_with_the_cache_and_served_without(
     with pytest.raises(ValueError, match="use_cache is True, but ZeRO stage 3"):
         model.generate(IDS, 1)
     model.generate(IDS, 1, use_cache=False)
+
+
+def test_a_cache_grows_in_chunks_by_its_fullest_row_and_not_before():
+    assert [accounting.cache_slots(longest) for longest in (0, 1, 64, 65, 128)] == [0, 64, 64, 128, 128]
+    model = build("dense")
+    decoder = CachedDecoder(model, Prompts.from_left_padded(IDS, LENGTHS), "router")
+    decoder.prefill()
+    sizes = []
+    for _ in range(53):
+        decoder.step(IDS[:, 0])
+        sizes.append(decoder.caches[0].keys_BGCH.shape[2])
+    assert sizes == [64] * 52 + [128], "the longest prompt has 12 tokens"
+    decoder.keep_rows(torch.tensor([1, 3]))
+    assert decoder.caches[0].keys_BGCH.shape[0] == 2 and decoder.caches[0].keys_BGCH.shape[2] == 64
+
+
+def test_noise_does_not_depend_on_where_a_row_is_cut():
+    keys, positions = torch.arange(3), torch.tensor([[5], [0], [63]])
+    whole = keyed_noise(keys, seed=1, layer=2, length=64)
+    assert torch.equal(noise_at(keys, 1, 2, positions), whole.gather(1, positions))
 
 
 def test_half_precision_decodes_in_its_own_type():
