@@ -47,22 +47,23 @@ class BlockCache:
     def extend(
         self, q_T1NH: Tensor, k_T1GH: Tensor, v_T1GH: Tensor, placement: Placement, rows_T: Tensor | None = None
     ) -> Tensor:
-        """Stores one more token in each of the rows `rows_T` (on the CPU; None: all), which sees its row."""
+        """Stores one more token in each of the rows `rows_T` (ascending, on the CPU; None: all), which sees its row."""
+        if rows_T is not None and len(rows_T) == len(self.lengths_B):
+            rows_T = None
         slots_T = self.lengths_B.clone() if rows_T is None else self.lengths_B[rows_T]
         last, ragged = int(slots_T.max()), bool((slots_T != slots_T[0]).any())
         keys_BGCH, values_BGCH = self._reserve(last + 1, k_T1GH)
+        keys_TGCH, values_TGCH = keys_BGCH[:, :, : last + 1], values_BGCH[:, :, : last + 1]
         device = k_T1GH.device
         if rows_T is None and not ragged:
             self.lengths_B += 1
             keys_BGCH[:, :, last], values_BGCH[:, :, last] = k_T1GH[:, 0], v_T1GH[:, 0]
         else:
-            rows_T = torch.arange(len(slots_T)) if rows_T is None else rows_T
-            self.lengths_B[rows_T] += 1
-            index = (rows_T.to(device), slice(None), slots_T.to(device))
+            written_T = torch.arange(len(slots_T)) if rows_T is None else rows_T
+            self.lengths_B[written_T] += 1
+            index = (written_T.to(device), slice(None), slots_T.to(device))
             keys_BGCH[index], values_BGCH[index] = k_T1GH[:, 0], v_T1GH[:, 0]
-        keys_TGCH, values_TGCH = keys_BGCH[:, :, : last + 1], values_BGCH[:, :, : last + 1]
-        if len(slots_T) < len(self.lengths_B):
-            assert rows_T is not None
+        if rows_T is not None:
             keys_TGCH, values_TGCH = _select(keys_TGCH, rows_T), _select(values_TGCH, rows_T)
         mask_T11C = None
         if ragged:

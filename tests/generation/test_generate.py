@@ -63,14 +63,14 @@ def cached_logits(model: ModeTransformer, prompts: Prompts, new: Tensor) -> tupl
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-5)])
 def test_cached_logits_and_tokens_are_those_of_the_causal_forward_pass_for_every_row(kind, dtype, tolerance):
     model = build(kind, dtype)
-    out = model.generate(IDS, 12, lengths=LENGTHS)
-    assert out.shape == (4, 24) and torch.equal(out[:, :12], IDS)
+    out = model.generate(IDS, 10, lengths=LENGTHS)
+    assert out.shape == (4, 22) and torch.equal(out[:, :12], IDS)
     logits, _ = cached_logits(model, Prompts.from_left_padded(IDS, LENGTHS), out[:, 12:-1])
     for row, length in enumerate(PROMPT_LENGTHS):
-        expected_ids, expected_logits = reference(model, IDS[row, 12 - length :], 12)
+        expected_ids, expected_logits = reference(model, IDS[row, 12 - length :], 10)
         torch.testing.assert_close(logits[row], expected_logits, rtol=tolerance, atol=tolerance)
         assert torch.equal(out[row, 12 - length :], expected_ids)
-        alone = model.generate(IDS[row : row + 1, 12 - length :], 12)
+        alone = model.generate(IDS[row : row + 1, 12 - length :], 10)
         assert torch.equal(alone[0], expected_ids), "a batch of one"
 
 
@@ -78,7 +78,7 @@ def test_cached_logits_and_tokens_are_those_of_the_causal_forward_pass_for_every
 def test_without_the_cache_the_tokens_are_the_same(kind):
     model = build(kind)
     options = {"lengths": LENGTHS, "temperature": 1.3, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.2, "seed": 3}
-    first, second = (model.generate(IDS, 10, use_cache=cache, stop_tokens=[1, 2], **options) for cache in (True, False))
+    first, second = (model.generate(IDS, 6, use_cache=cache, stop_tokens=[1, 2], **options) for cache in (True, False))
     assert torch.equal(first, second)
 
 
