@@ -211,7 +211,7 @@ class Trainer:
 
     def _validate(self) -> tuple[dict[str, float], tuple[BlockRouting, ...]]:
         """Losses on the validation rows with top-k routing and, where that sees the future, as in sampling."""
-        top_k = self._validation_loss(causal=False)
+        top_k = self._validation_loss()
         values = {"loss/val": top_k.loss}
         if self.config.depth is not None:
             causal = self._validation_loss(causal=True)
@@ -219,7 +219,7 @@ class Trainer:
             values |= {"loss/val_causal": causal.loss, "depth/kept_fraction_causal": sum(kept) / len(kept)}
         return values, top_k.routing
 
-    def _validation_loss(self, causal: bool) -> Evaluation:
+    def _validation_loss(self, causal: bool = False) -> Evaluation:
         return evaluate(
             self.engine,
             self.data.validation,
