@@ -402,6 +402,33 @@ def logits_bytes(config: ModeConfig, rows: int, length: int, element_size: int) 
     return rows * length * config.model.vocab_size * (element_size + 3 * FP32)
 
 
+CACHE_CHUNK = 64  # slots a cache grows by: copying 1/128 of a cache per token, on the mean, is little beside reading it
+
+
+def cache_slots(longest: int) -> int:
+    """How many slots per row a block's key/value cache has when its fullest row holds `longest` tokens."""
+    return math.ceil(longest / CACHE_CHUNK) * CACHE_CHUNK
+
+
+def block_cache_bytes(config: ModeConfig, rows: int, longest: int, element_size: int) -> int:
+    """Keys and values that sampling keeps for one block: of the tokens the block kept, sized by the fullest row."""
+    model = config.model
+    return 2 * rows * cache_slots(longest) * model.num_kv_heads * model.head_width * element_size
+
+
+def cache_bytes(config: ModeConfig, counts: Sequence[BlockCounts], element_size: int) -> int:
+    """The key/value cache of the model after a batch; `expected_counts` gives the one to expect."""
+    _check_blocks(config, counts)
+    return sum(block_cache_bytes(config, block.rows, block.slots, element_size) for block in counts)
+
+
+def cache_bytes_saved(config: ModeConfig, counts: Sequence[BlockCounts], element_size: int) -> int:
+    """How much larger the cache were if every block kept every token."""
+    _check_blocks(config, counts)
+    full = sum(block_cache_bytes(config, block.rows, block.length, element_size) for block in counts)
+    return full - cache_bytes(config, counts, element_size)
+
+
 def memory_per_rank(run: RunConfig, world_size: int, zero_stage: int | None = None) -> RankMemory:
     """Bytes per rank in training; of `zero_stage` instead of the configured one if given."""
     config = run.mode

@@ -162,8 +162,19 @@ class DepthConfig(Section):
     predictor: PredictorConfig | None = section(PredictorConfig, None, null=True)
     aux_loss: AuxLossConfig | None = section(AuxLossConfig, None, null=True)
     balance_weight: float = number(0.0, at_least=0)  # token_choice only: holds the kept share
+    causal: str | None = choice(None, of=("predictor", "router"), null=True)  # null: the predictor if there is one
+
+    @property
+    def causal_methods(self) -> tuple[str, ...]:
+        """What a token can decide by without its sequence, the way in use first."""
+        methods = ("router",) if self.predictor is None else ("predictor", "router")
+        return tuple(sorted(methods, key=lambda method: method != self.causal))  # a stable sort
 
     def check(self) -> None:
+        if self.causal == "predictor" and self.predictor is None:
+            raise ConfigError(
+                "causal", 'is "predictor", but predictor is null; set depth.predictor, or use "router" or null'
+            )
         if self.selection == "stochastic":
             if self.gate not in ("one", "raw"):
                 raise ConfigError(

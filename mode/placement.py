@@ -42,6 +42,16 @@ class Placement:
         )
         return Placement(*taken) if valid_BS is None else RaggedPlacement(*taken, valid_BS)
 
+    def rows(self, rows_T: Tensor) -> Placement:
+        """The placement of some rows of a grid without documents."""
+        assert self.documents_BS is None
+        return Placement(self.positions_BS[rows_T], self.cos_BSH[rows_T], self.sin_BSH[rows_T], None, None)
+
+    @property
+    def present_BS(self) -> Tensor | None:
+        """bool, False at fillers; None: there are none."""
+        return None
+
     def flatten(self, x_BSD: Tensor) -> Tensor:
         """The tokens of the grid as one list, row after row."""
         return x_BSD.flatten(0, 1)
@@ -60,6 +70,10 @@ class RaggedPlacement(Placement):
     """
 
     valid_BS: Tensor  # bool, False at fillers
+
+    @property
+    def present_BS(self) -> Tensor | None:
+        return self.valid_BS
 
     def flatten(self, x_BSD: Tensor) -> Tensor:
         return x_BSD[self.valid_BS]

@@ -122,7 +122,7 @@ def number(
     return _field(Rule(f"a number {limits}".rstrip(), accept, null), default)
 
 
-def choice(default: Any = dataclasses.MISSING, *, of: tuple[str, ...]) -> Any:
+def choice(default: Any = dataclasses.MISSING, *, of: tuple[str, ...], null: bool = False) -> Any:
     legal = "one of " + ", ".join(f'"{option}"' for option in of)
 
     def accept(value: Any) -> str:
@@ -133,7 +133,7 @@ def choice(default: Any = dataclasses.MISSING, *, of: tuple[str, ...]) -> Any:
             raise ConfigError("", f'is "{value}"; it must be {legal}; did you mean "{near[0]}"?')
         raise _Illegal
 
-    return _field(Rule(legal, accept), default)
+    return _field(Rule(legal, accept, null), default)
 
 
 def text(default: Any = dataclasses.MISSING, *, null: bool = False) -> Any:

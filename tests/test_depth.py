@@ -12,6 +12,7 @@ from mode.depth.noise import keyed_noise
 from mode.depth.router import largest, pack
 from mode.model.block import Block, DepthRoutedBlock
 from mode.model.rope import rope_tables
+from mode.moe.layer import MoELayer
 from mode.placement import Placement
 from tests import reference
 from tests.helpers import assert_same_with_gradients, make_config, place, spread_weights
@@ -20,7 +21,7 @@ KEYS = torch.zeros(2, dtype=torch.int64)
 
 
 def routed_block(config, seed=0):
-    return spread_weights(DepthRoutedBlock(config, layer=1).double(), seed)
+    return spread_weights(DepthRoutedBlock(config, 1, MoELayer).double(), seed)
 
 
 def random_stream(num_rows=2, length=10, width=16, seed=3):
@@ -63,7 +64,7 @@ def test_routed_block_equals_loop_reference_in_outputs_and_all_gradients(depth, 
 @pytest.mark.parametrize("packed", [False, True])
 def test_plain_block_equals_loop_reference(packed):
     config = make_config(depth={})
-    block, x_BLD = spread_weights(Block(config, layer=0).double()), random_stream()
+    block, x_BLD = spread_weights(Block(config, 0, MoELayer).double()), random_stream()
     documents = two_documents() if packed else None
     actual, _ = block(x_BLD, place(config, 2, 10, documents), KEYS)
     expected = reference.block(block, config, x_BLD, documents)
@@ -75,7 +76,7 @@ def test_plain_block_equals_loop_reference(packed):
 def test_skipped_tokens_pass_through_unchanged(selection, dtype):
     gate = "one" if selection == "stochastic" else "raw"
     config = make_config(depth={"selection": selection, "gate": gate})
-    block = spread_weights(DepthRoutedBlock(config, layer=1).to(dtype))
+    block = spread_weights(DepthRoutedBlock(config, 1, MoELayer).to(dtype))
     x_BLD = torch.randn(3, 16, 16, generator=torch.Generator().manual_seed(0)).to(dtype)
     x_BLD[0, 5, 3] = -0.0  # adding +0.0 to it would flip its sign bit
     keys = torch.zeros(3, dtype=torch.int64)
@@ -124,7 +125,7 @@ def test_a_batch_of_two_equals_two_batches_of_one(selection):
 
 def test_capacity_one_with_gate_one_equals_the_plain_block():
     config = make_config(depth={"selection": "stochastic", "gate": "one", "capacity_fraction": 1.0}, experts={})
-    routed, plain = routed_block(config), Block(config, layer=1).double()
+    routed, plain = routed_block(config), Block(config, 1, MoELayer).double()
     plain.body.load_state_dict(routed.body.state_dict())
     x_BLD, placement = random_stream(), place(config, 2, 10)
     torch.testing.assert_close(

@@ -37,32 +37,6 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def choose(path: Path, step: int | None) -> Path:
-    """The checkpoint that the command line means, its files compared with its manifest."""
-    from mode.section import ConfigError
-    from mode.training.checkpoint import MANIFEST, STEP, damage, newest_whole, step_of
-
-    if STEP.fullmatch(path.name):
-        if step is not None and step != step_of(path):
-            raise ConfigError("--step", f"is {step}, but {path} is of step {step_of(path)}; leave it out")
-        checkpoint = path
-    else:
-        folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-        if step is None:
-            newest = newest_whole(folder)
-            if newest is None:
-                lack = "holds no whole checkpoint" if path.is_dir() else "does not exist"
-                raise ConfigError("checkpoint", f"{path} {lack}; name a run directory, or a folder named step_N")
-            return newest
-        checkpoint = folder / f"step_{step:08d}"
-    if not (checkpoint / MANIFEST).is_file():
-        raise ConfigError("checkpoint", f"{checkpoint} is not a complete checkpoint; name another")
-    problem = damage(checkpoint)
-    if problem is not None:
-        raise ConfigError("checkpoint", f"{checkpoint} is damaged: {problem}; name another")
-    return checkpoint
-
-
 def export(arguments: argparse.Namespace) -> dict[str, Any]:
     """Does it, and returns the figures to print."""
     import torch
@@ -72,10 +46,11 @@ def export(arguments: argparse.Namespace) -> dict[str, Any]:
     from mode.section import ConfigError
     from mode.training.checkpoint import step_of
     from mode.training.consolidate import config_of, full_weights
+    from mode.training.load import choose_checkpoint
 
     output = Path(os.path.abspath(arguments.output))
     check_output(output, arguments.overwrite)
-    checkpoint = choose(Path(os.path.abspath(arguments.checkpoint)), arguments.step)
+    checkpoint = choose_checkpoint(Path(os.path.abspath(arguments.checkpoint)), arguments.step)
     run_dir = checkpoint.parent.parent
     for name in TOKENIZER_FILES:
         if not (run_dir / "tokenizer" / name).is_file():

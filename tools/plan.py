@@ -65,6 +65,7 @@ def make_plan(file: str, run: RunConfig, world_size: int, memory_gb: float | Non
         "flops": flops,
         "communication": _communication(config, blocks, micro_batches),
         "memory": _memory(run, world_size, rows),
+        "sampling": _sampling(run),
     }
     plan["warnings"] = list(_warnings(plan, run, memory_gb))
     return plan
@@ -152,6 +153,16 @@ def _memory(run: RunConfig, world_size: int, rows: int) -> Plan:
         "activations_with_checkpointing": activations(True),
         "activations_without_checkpointing": activations(False),
         "total_by_zero_stage": [accounting.memory_per_rank(run, world_size, stage).total for stage in range(4)],
+    }
+
+
+def _sampling(run: RunConfig) -> Plan:
+    """The key/value cache of one row of the full sequence length, if causal routing keeps what training keeps."""
+    counts = accounting.expected_counts(run.mode, rows=1, training=False)
+    size = accounting.ELEMENT_SIZE[run.engine.precision]
+    return {
+        "cache_bytes": accounting.cache_bytes(run.mode, counts, size),
+        "cache_bytes_saved": accounting.cache_bytes_saved(run.mode, counts, size),
     }
 
 
@@ -295,6 +306,9 @@ def _rows(plans: Sequence[Plan]) -> Iterator[Row]:
     yield Row("  peak (estimate)", ("memory", "total"), show_bytes)
     for stage in range(4):
         yield Row(f"    if ZeRO stage {stage}", ("memory", "total_by_zero_stage", stage), show_bytes)
+    yield Row("Sampling, per sequence")
+    yield Row("  key/value cache", ("sampling", "cache_bytes"), show_bytes)
+    yield Row("  saved by depth routing", ("sampling", "cache_bytes_saved"), show_bytes)
 
 
 def _block_rows(name: str) -> Iterator[Row]:

@@ -1,7 +1,8 @@
 """Gaussian noise as a function of a key: the same on every device, rank and recomputation.
 
-The stochastic control draws random numbers inside forward. A running generator would make them depend
-on the layout and, under activation checkpointing, differ between the two runs of one forward.
+The stochastic control draws random numbers inside forward, and sampling draws one per new token. A running
+generator would make them depend on the layout and on the other rows and, under activation checkpointing,
+differ between the two runs of one forward.
 """
 
 from __future__ import annotations
@@ -14,10 +15,24 @@ from torch import Tensor
 
 def keyed_noise(keys_B: Tensor, seed: int, layer: int, length: int) -> Tensor:
     """[B, length] standard normal float32 numbers; row b depends on (keys_B[b], seed, layer) alone."""
-    stream_B1 = _mix(_mix(_mix(keys_B.to(torch.int64)) ^ seed) ^ layer).unsqueeze(1)
-    counter_L = torch.arange(length, device=keys_B.device)
-    first_BL, second_BL = _uniform(_mix(stream_B1 ^ 2 * counter_L)), _uniform(_mix(stream_B1 ^ (2 * counter_L + 1)))
+    return noise_at(keys_B, seed, layer, torch.arange(length, device=keys_B.device).expand(len(keys_B), -1))
+
+
+def noise_at(keys_B: Tensor, seed: int, layer: int, positions_BL: Tensor) -> Tensor:
+    """`keyed_noise` at the given places of each row."""
+    stream_B1 = _stream(keys_B, seed, layer).unsqueeze(1)
+    first_BL = _uniform(_mix(stream_B1 ^ 2 * positions_BL))
+    second_BL = _uniform(_mix(stream_B1 ^ (2 * positions_BL + 1)))
     return (torch.sqrt(-2 * torch.log(first_BL)) * torch.cos(2 * math.pi * second_BL)).float()  # Box-Muller
+
+
+def keyed_uniform(keys_B: Tensor, number: int) -> Tensor:
+    """[B] float64 numbers, uniform in [0, 1); each depends on (keys_B[b], number) alone."""
+    return 1 - _uniform(_mix(_mix(keys_B.to(torch.int64)) ^ number))
+
+
+def _stream(keys_B: Tensor, seed: int, layer: int) -> Tensor:
+    return _mix(_mix(_mix(keys_B.to(torch.int64)) ^ seed) ^ layer)
 
 
 def _mix(x: Tensor) -> Tensor:

@@ -1,14 +1,15 @@
 """Depth routers: which tokens of a sequence a block processes, and with which gate (paper eq. 1).
 
 Each router maps x_BLD to a `DepthRouting`, in two ways: `forward` as in training, where a token competes
-with its whole sequence, and `causal`, where each token decides for itself, for sampling and causal
-evaluation. Knows nothing of the block it routes for.
+with its whole sequence, and `causal`, where each token decides for itself (`decide`), for sampling and
+causal evaluation. Knows nothing of the block it routes for.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ from torch.nn import functional as F
 
 from mode.accounting import depth_capacity
 from mode.config import DepthConfig, PredictorConfig
-from mode.depth.noise import keyed_noise
+from mode.depth.noise import keyed_noise, noise_at
 from mode.layers import Float32Linear, at_least_float32
 from mode.routing import DepthRouting
 
@@ -61,13 +62,46 @@ class Predictor(nn.Module):
         return at_least_float32(self.down(F.silu(self.up(x_BLD.detach()))).squeeze(-1))
 
 
-class LearnedRouter(nn.Module):
-    """The paper's router: the C largest logits of each sequence, exactly C."""
+@dataclass(frozen=True)
+class Decision:
+    """What tokens decided for themselves."""
 
-    def __init__(self, config: DepthConfig, width: int) -> None:
+    logits_BL: Tensor  # float32: the router's, from which the gates come
+    keep_BL: Tensor  # bool
+    predicted_BL: Tensor | None  # float32: the predictor's logits, where it decided
+
+
+class DepthRouter(nn.Module):
+    """What all routers share: the gate, and causal use."""
+
+    def __init__(self, config: DepthConfig) -> None:
         super().__init__()
         self.capacity_fraction = config.capacity_fraction
         self.gate = GATES[config.gate]
+
+    def decide(self, x_BLD: Tensor, sample_keys_B: Tensor, positions_BL: Tensor, method: str) -> Decision:
+        """Each token for itself, by `method`: "predictor" or "router"."""
+        raise NotImplementedError
+
+    def causal(
+        self,
+        x_BLD: Tensor,
+        sample_keys_B: Tensor,
+        positions_BL: Tensor,
+        method: str,
+        present_BL: Tensor | None = None,
+    ) -> DepthRouting:
+        """The routing that follows from `decide`. Fillers, False in `present_BL`, are never kept."""
+        decision = self.decide(x_BLD, sample_keys_B, positions_BL, method)
+        keep_BL = decision.keep_BL if present_BL is None else decision.keep_BL & present_BL
+        return _ragged(decision.logits_BL, keep_BL, self.gate, decision.predicted_BL)
+
+
+class LearnedRouter(DepthRouter):
+    """The paper's router: the C largest logits of each sequence, exactly C."""
+
+    def __init__(self, config: DepthConfig, width: int) -> None:
+        super().__init__(config)
         self.scorer = Float32Linear(width, 1)  # r = w . x, one number per token
         self.predictor = None if config.predictor is None else Predictor(config.predictor, width)
 
@@ -78,21 +112,21 @@ class LearnedRouter(nn.Module):
         predicted_BL = None if self.predictor is None else self.predictor(x_BLD)
         return DepthRouting(logits_BL, kept_BS, gates_BS, None, predicted_BL)
 
-    def causal(self, x_BLD: Tensor, sample_keys_B: Tensor) -> DepthRouting:
-        """Kept where the predictor, or without one the router itself, says so. The gate is still the router's."""
+    def decide(self, x_BLD: Tensor, sample_keys_B: Tensor, positions_BL: Tensor, method: str) -> Decision:
+        """Kept where the predictor or the router itself says so. The gate is the router's either way."""
         logits_BL = self.scorer(x_BLD).squeeze(-1)
-        predicted_BL = None if self.predictor is None else self.predictor(x_BLD)
-        keep_BL = (logits_BL if predicted_BL is None else predicted_BL) > 0
-        return _ragged(logits_BL, keep_BL, self.gate, predicted_BL)
+        if method == "router":
+            return Decision(logits_BL, logits_BL > 0, None)
+        assert self.predictor is not None
+        predicted_BL = self.predictor(x_BLD)
+        return Decision(logits_BL, predicted_BL > 0, predicted_BL)
 
 
-class StochasticRouter(nn.Module):
+class StochasticRouter(DepthRouter):
     """The paper's control: top-k of Gaussian noise. Owns no parameters."""
 
     def __init__(self, config: DepthConfig, seed: int, layer: int) -> None:
-        super().__init__()
-        self.capacity_fraction = config.capacity_fraction
-        self.gate = GATES[config.gate]
+        super().__init__(config)
         self.seed, self.layer = seed, layer
 
     def forward(self, x_BLD: Tensor, sample_keys_B: Tensor) -> DepthRouting:
@@ -100,24 +134,22 @@ class StochasticRouter(nn.Module):
         kept_BS = largest(noise_BL, depth_capacity(self.capacity_fraction, x_BLD.shape[1]))
         return DepthRouting(noise_BL, kept_BS, self.gate(noise_BL.gather(1, kept_BS)), None, None)
 
-    def causal(self, x_BLD: Tensor, sample_keys_B: Tensor) -> DepthRouting:
+    def decide(self, x_BLD: Tensor, sample_keys_B: Tensor, positions_BL: Tensor, method: str) -> Decision:
         """Kept where the noise is above the level that the capacity fraction of all noise exceeds."""
-        noise_BL = keyed_noise(sample_keys_B, self.seed, self.layer, x_BLD.shape[1])
+        noise_BL = noise_at(sample_keys_B, self.seed, self.layer, positions_BL)
         above = 1 - self.capacity_fraction
         level = statistics.NormalDist().inv_cdf(above) if above > 0 else float("-inf")
-        return _ragged(noise_BL, noise_BL > level, self.gate, None)
+        return Decision(noise_BL, noise_BL > level, None)
 
 
-class TokenChoiceRouter(nn.Module):
+class TokenChoiceRouter(DepthRouter):
     """The paper's other scheme: a token enters if its own logit is above 0.
 
     At most C of a sequence do; over that, the lowest logits stay out, of equals the later ones.
     """
 
     def __init__(self, config: DepthConfig, width: int) -> None:
-        super().__init__()
-        self.capacity_fraction = config.capacity_fraction
-        self.gate = GATES[config.gate]
+        super().__init__(config)
         self.scorer = Float32Linear(width, 1)  # r = w . x, one number per token
 
     def forward(self, x_BLD: Tensor, sample_keys_B: Tensor) -> DepthRouting:
@@ -126,10 +158,10 @@ class TokenChoiceRouter(nn.Module):
         allowed_BL = torch.zeros_like(logits_BL, dtype=torch.bool).scatter(1, allowed_BS, True)
         return _ragged(logits_BL, allowed_BL & (logits_BL > 0), self.gate, None)
 
-    def causal(self, x_BLD: Tensor, sample_keys_B: Tensor) -> DepthRouting:
-        """The same decision without the capacity, which looks at the whole sequence."""
+    def decide(self, x_BLD: Tensor, sample_keys_B: Tensor, positions_BL: Tensor, method: str) -> Decision:
+        """As in training without the capacity, which looks at the whole sequence."""
         logits_BL = self.scorer(x_BLD).squeeze(-1)
-        return _ragged(logits_BL, logits_BL > 0, self.gate, None)
+        return Decision(logits_BL, logits_BL > 0, None)
 
 
 def _ragged(
@@ -137,9 +169,6 @@ def _ragged(
 ) -> DepthRouting:
     kept_BS, valid_BS = pack(keep_BL)
     return DepthRouting(logits_BL, kept_BS, gate(logits_BL.gather(1, kept_BS)), valid_BS, predicted_BL)
-
-
-DepthRouter = LearnedRouter | StochasticRouter | TokenChoiceRouter
 
 
 def build_depth_router(config: DepthConfig, width: int, seed: int, layer: int) -> DepthRouter:

@@ -1,36 +1,34 @@
-"""The reference for sampling: the whole causal forward pass again for every token. Slow and obviously right."""
+"""The reference for decoding: the whole causal forward pass of every row again for every token.
+
+Slow and obviously right. Every rank enters every block, so it serves models that are spread over ranks, too.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from mode.generation.prompts import Prompts
 from mode.model.transformer import ModeTransformer
 
 
-@torch.no_grad()
-def generate_uncached(
-    model: ModeTransformer,
-    input_ids: Tensor,
-    max_new_tokens: int,
-    temperature: float = 0.0,
-    generator: torch.Generator | None = None,
-) -> Tensor:
-    """`input_ids` [B, L] followed by the new tokens. Temperature 0 takes the likeliest token.
+class UncachedDecoder:
+    """As `CachedDecoder`, one row after the other, without padding."""
 
-    Once the text is longer than the model's sequence, its oldest tokens are forgotten.
-    """
-    was_training = model.training
-    model.eval()
-    ids_BL = input_ids
-    for _ in range(max_new_tokens):
-        window_BL = ids_BL[:, -model.config.model.sequence_length :]
-        logits_BV = model(window_BL, causal=True).logits[:, -1].float()
-        if temperature == 0:
-            next_B1 = logits_BV.argmax(dim=-1, keepdim=True)
-        else:
-            scores_BV = (logits_BV / temperature).softmax(dim=-1)
-            next_B1 = torch.multinomial(scores_BV, 1, generator=generator)
-        ids_BL = torch.cat([ids_BL, next_B1], dim=1)
-    model.train(was_training)
-    return ids_BL
+    def __init__(self, model: ModeTransformer, prompts: Prompts, method: str) -> None:
+        self.model, self.method = model, method
+        self.rows = [ids_L[:length] for ids_L, length in zip(prompts.ids_BL, prompts.lengths_B.tolist(), strict=True)]
+
+    @torch.no_grad()
+    def prefill(self) -> Tensor:
+        """Logits [B, V] after all tokens so far."""
+        return torch.cat([self.model(ids_L.unsqueeze(0), causal=self.method).logits[:, -1] for ids_L in self.rows])
+
+    def step(self, ids_B: Tensor) -> Tensor:
+        """Logits [B, V] after one more token per row."""
+        self.rows = [torch.cat([ids_L, id_1]) for ids_L, id_1 in zip(self.rows, ids_B.split(1), strict=True)]
+        return self.prefill()
+
+    def keep_rows(self, rows_T: Tensor) -> None:
+        """Goes on with some of the rows."""
+        self.rows = [self.rows[row] for row in rows_T.tolist()]

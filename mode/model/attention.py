@@ -1,9 +1,12 @@
 """Causal self-attention over the slots of a placement, with grouped key/value heads.
 
-Knows nothing of routing: a routed block hands it fewer slots and their own placement.
+Knows nothing of routing: a routed block hands it fewer slots and their own placement. Nor of what was
+attended to before: whoever decodes with a cache hands it another `attend`.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -11,6 +14,23 @@ from torch.nn import functional as F
 from mode.config import ModelConfig
 from mode.model.rope import rotate
 from mode.placement import Placement
+
+
+def attend_causally(q_BSNH: Tensor, k_BSGH: Tensor, v_BSGH: Tensor, placement: Placement) -> Tensor:
+    """Every slot sees itself and those before it, of its own document."""
+    attended_BNSH = F.scaled_dot_product_attention(
+        q_BSNH.transpose(1, 2),
+        k_BSGH.transpose(1, 2),
+        v_BSGH.transpose(1, 2),
+        attn_mask=placement.mask_B1SS,
+        is_causal=placement.mask_B1SS is None,
+        enable_gqa=True,
+    )
+    return attended_BNSH.transpose(1, 2)
+
+
+# From queries, keys and values of a grid to what its slots attended to, [B, S, N, H]. A cache offers two more.
+Attend = Callable[[Tensor, Tensor, Tensor, Placement], Tensor]
 
 
 class Attention(nn.Module):
@@ -21,17 +41,9 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(config.width, num_projections * config.head_width, bias=False)
         self.out = nn.Linear(config.num_heads * config.head_width, config.width, bias=False)
 
-    def forward(self, x_BSD: Tensor, placement: Placement) -> Tensor:
+    def forward(self, x_BSD: Tensor, placement: Placement, attend: Attend = attend_causally) -> Tensor:
         heads_BSNH = self.qkv(x_BSD).unflatten(-1, (-1, self.head_width))
         q_BSNH, k_BSGH, v_BSGH = heads_BSNH.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=2)
         q_BSNH = rotate(q_BSNH, placement.cos_BSH, placement.sin_BSH)
         k_BSGH = rotate(k_BSGH, placement.cos_BSH, placement.sin_BSH)
-        attended_BNSH = F.scaled_dot_product_attention(
-            q_BSNH.transpose(1, 2),
-            k_BSGH.transpose(1, 2),
-            v_BSGH.transpose(1, 2),
-            attn_mask=placement.mask_B1SS,
-            is_causal=placement.mask_B1SS is None,
-            enable_gqa=True,
-        )
-        return self.out(attended_BNSH.transpose(1, 2).flatten(2))
+        return self.out(attend(q_BSNH, k_BSGH, v_BSGH, placement).flatten(2))

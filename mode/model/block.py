@@ -2,11 +2,15 @@
 
 The body returns the update, not the stream. So the plain block is x + update and the depth-routed
 block is x + gate * update of the kept tokens (paper eq. 1): x is added once, unscaled.
+
+A block runs in three ways: `forward` over whole sequences; for sampling, `prefill` over the prompts and
+`step` over one more token per row, both with a cache. They differ in how attention gets at keys and values.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from torch import Tensor, nn
 
@@ -14,10 +18,11 @@ from mode.config import ExpertsConfig, ModeConfig
 from mode.depth.router import build_depth_router
 from mode.depth.tokens import add_to_tokens, flat_index, gather_tokens
 from mode.layers import SwiGLU
-from mode.model.attention import Attention
+from mode.model.attention import Attend, Attention, attend_causally
+from mode.model.cache import BlockCache
 from mode.moe.layer import MoELayer
 from mode.placement import Placement
-from mode.routing import BlockRouting, ExpertRouting
+from mode.routing import BlockRouting, DepthRouting, ExpertRouting
 
 ExpertLayer = Callable[[ExpertsConfig, int], MoELayer]  # from the experts' settings and the model's width
 
@@ -48,8 +53,10 @@ class BlockBody(nn.Module):
             else expert_layer(config.experts, model.width)
         )
 
-    def forward(self, x_BSD: Tensor, placement: Placement) -> tuple[Tensor, ExpertRouting | None]:
-        attended_BSD = self.attention(self.attention_norm(x_BSD), placement)
+    def forward(
+        self, x_BSD: Tensor, placement: Placement, attend: Attend = attend_causally
+    ) -> tuple[Tensor, ExpertRouting | None]:
+        attended_BSD = self.attention(self.attention_norm(x_BSD), placement, attend)
         middle_TD = placement.flatten(self.feed_forward_norm(x_BSD + attended_BSD))
         mixed_TD, experts = self.feed_forward(middle_TD)
         return attended_BSD + placement.unflatten(mixed_TD), experts
@@ -64,10 +71,22 @@ class Block(nn.Module):
         self.body = BlockBody(config, expert_layer)
 
     def forward(
-        self, x_BLD: Tensor, placement: Placement, sample_keys_B: Tensor, causal: bool = False
+        self, x_BLD: Tensor, placement: Placement, sample_keys_B: Tensor, causal: str | None = None
     ) -> tuple[Tensor, BlockRouting]:
         update_BLD, experts = self.body(x_BLD, placement)
         return x_BLD + update_BLD, BlockRouting(self.layer, placement, None, experts)
+
+    def prefill(
+        self, x_BLD: Tensor, placement: Placement, sample_keys_B: Tensor, causal: str, cache: BlockCache
+    ) -> Tensor:
+        update_BLD, _ = self.body(x_BLD, placement, cache.fill)
+        return x_BLD + update_BLD
+
+    def step(
+        self, x_B1D: Tensor, placement: Placement, sample_keys_B: Tensor, causal: str, cache: BlockCache
+    ) -> Tensor:
+        update_B1D, _ = self.body(x_B1D, placement, cache.extend)
+        return x_B1D + update_B1D
 
 
 class DepthRoutedBlock(nn.Module):
@@ -81,12 +100,46 @@ class DepthRoutedBlock(nn.Module):
         self.body = BlockBody(config, expert_layer)
 
     def forward(
-        self, x_BLD: Tensor, placement: Placement, sample_keys_B: Tensor, causal: bool = False
+        self, x_BLD: Tensor, placement: Placement, sample_keys_B: Tensor, causal: str | None = None
     ) -> tuple[Tensor, BlockRouting]:
-        route = self.router.causal if causal else self.router
-        depth = route(x_BLD, sample_keys_B)
+        """As in training or, where `causal` names what tokens decide by, as in sampling."""
+        if causal is None:
+            depth = self.router(x_BLD, sample_keys_B)
+        else:
+            depth = self.router.causal(x_BLD, sample_keys_B, placement.positions_BS, causal)
+        return self._route(x_BLD, placement, depth, attend_causally)
+
+    def prefill(
+        self, x_BLD: Tensor, placement: Placement, sample_keys_B: Tensor, causal: str, cache: BlockCache
+    ) -> Tensor:
+        """The causal forward pass; `cache` takes the keys and values of the kept tokens."""
+        positions_BL, present_BL = placement.positions_BS, placement.present_BS
+        depth = self.router.causal(x_BLD, sample_keys_B, positions_BL, causal, present_BL)
+        if depth.kept_BS.shape[1] == 0:
+            return x_BLD
+        return self._route(x_BLD, placement, depth, cache.fill)[0]
+
+    def step(
+        self, x_B1D: Tensor, placement: Placement, sample_keys_B: Tensor, causal: str, cache: BlockCache
+    ) -> Tensor:
+        """One more token per row: only the rows that keep theirs are computed, and nothing if none does.
+
+        Whether a row keeps its token decides what is launched, so the device is waited for.
+        """
+        decision = self.router.decide(x_B1D, sample_keys_B, placement.positions_BS, causal)
+        rows_T = decision.keep_BL[:, 0].cpu().nonzero().squeeze(1)
+        if len(rows_T) == 0:
+            return x_B1D
+        index_T = rows_T.to(x_B1D.device)
+        update_T1D, _ = self.body(x_B1D[index_T], placement.rows(index_T), partial(cache.extend, rows_T=rows_T))
+        gated_T1D = (self.router.gate(decision.logits_BL[index_T]).unsqueeze(-1) * update_T1D).to(x_B1D.dtype)
+        return x_B1D.index_add(0, index_T, gated_T1D)
+
+    def _route(
+        self, x_BLD: Tensor, placement: Placement, depth: DepthRouting, attend: Attend
+    ) -> tuple[Tensor, BlockRouting]:
         kept = placement.take(depth.kept_BS, depth.valid_BS)
-        update_BSD, experts = self.body(gather_tokens(x_BLD, depth.kept_BS), kept)
+        update_BSD, experts = self.body(gather_tokens(x_BLD, depth.kept_BS), kept, attend)
         gated_BSD = (depth.gates_BS.unsqueeze(-1) * update_BSD).to(x_BLD.dtype)
         index_T = kept.flatten(flat_index(depth.kept_BS, x_BLD.shape[1]))
         out_BLD = add_to_tokens(x_BLD, index_T, kept.flatten(gated_BSD))

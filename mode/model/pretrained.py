@@ -43,6 +43,7 @@ FREE = {
     "depth.predictor.weight",
     "depth.aux_loss.weight",
     "depth.balance_weight",
+    "depth.causal",
 }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,6 +65,14 @@ class ModeTransformer(nn.Module):
         model._take(read_weights(folder, model.weights(), device), assign=True)
         return (model if dtype is None else model.to(dtype)).eval()
 
+    @classmethod
+    def from_weights(cls, config: ModeConfig, weights: dict[str, Tensor]) -> ModeTransformer:
+        """A model, for evaluation, with all of `weights` (as `weights()` names them) as its own."""
+        with torch.device("meta"):
+            model = cls(config)
+        model._take(weights, assign=True)
+        return model.eval()
+
     def load_pretrained(self, folder: str | Path) -> None:
         """Copies the weights of an exported folder into this model, of the experts those that it keeps."""
         with torch.device("meta"):
@@ -93,7 +101,7 @@ class ModeTransformer(nn.Module):
         *,
         documents: Tensor | None = None,
         sample_keys: Tensor | None = None,
-        causal: bool = False,
+        causal: bool | str = False,
     ) -> ModeOutput:
         """Logits for every position and, given labels, the losses.
 
@@ -102,25 +110,65 @@ class ModeTransformer(nn.Module):
         row; tokens see their own only. `sample_keys` [B] keys the noise of stochastic routing; rows of equal
         keys, and all rows where none are given, draw the same.
         `causal` lets every token decide its depth routing for itself, as it must in sampling; training and
-        top-k evaluation compare the tokens of a sequence, future ones included.
+        top-k evaluation compare the tokens of a sequence, future ones included. True: as `depth.causal`
+        says; "predictor" or "router": by that.
         """
+        method = self.causal_method(causal)
         self._check_input(input_ids)
         num_rows, length = input_ids.shape
         if sample_keys is None:
             sample_keys = torch.zeros(num_rows, dtype=torch.int64, device=input_ids.device)
-        # The table's entries are of size 1/sqrt(D), so that it can serve as a head too; those of the stream of size 1.
-        x_BLD = self.embedding(input_ids) * self.config.model.width**0.5
-        placement = self._place(num_rows, length, documents, x_BLD)
+        x_BLD = self.embed(input_ids)
+        placement = self.place(num_rows, length, documents, x_BLD)
         routing = []
         for block in self.blocks:
-            x_BLD, record = self.run_block(block, x_BLD, placement, sample_keys, causal)
+            x_BLD, record = self.run_block(block, x_BLD, placement, sample_keys, method)
             routing.append(record)
-        logits_BLV = self.head(self.norm(x_BLD))
+        logits_BLV = self.read_out(x_BLD)
         if labels is None:
             return ModeOutput(logits_BLV, None, {}, tuple(routing))
         # Routing terms belong to training: against causal decisions the predictor would be its own target.
-        total, terms = compute_losses(self.config, logits_BLV, labels, () if causal else routing)
+        total, terms = compute_losses(self.config, logits_BLV, labels, routing if method is None else ())
         return ModeOutput(logits_BLV, total, terms, tuple(routing))
+
+    def generate(
+        self,
+        input_ids: Tensor,
+        max_new_tokens: int = 64,
+        temperature: float = 0.0,
+        use_cache: bool = True,
+        *,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        repetition_penalty: float = 1.0,
+        lengths: Tensor | None = None,
+        stop_tokens: Collection[int] = (),
+        seed: int = 0,
+        causal: bool | str = True,
+    ) -> Tensor:
+        """`input_ids` [B, L] followed by the new tokens, [B, L + new], by causal routing and without dropping.
+
+        Prompts of different lengths are padded on the left, with whatever ids; `lengths` [B] says how many tokens
+        at the end of each row are the prompt. A row ends with the first of `stop_tokens`, which then fills it up;
+        new is `max_new_tokens` or, where every row has ended before, less. Temperature 0 takes the likeliest token.
+        Row b draws from `seed` + b. `mode.generation.stream` gives the tokens one by one and says more.
+        """
+        from mode.generation import generate  # here, because it is built on the model
+
+        return generate(
+            self,
+            input_ids,
+            max_new_tokens,
+            temperature,
+            use_cache,
+            top_k=top_k,
+            top_p=top_p,
+            repetition_penalty=repetition_penalty,
+            lengths=lengths,
+            stop_tokens=stop_tokens,
+            seed=seed,
+            causal=causal,
+        )
 
     def move_biases(self, choice_counts: dict[int, Tensor]) -> None:
         """Moves every selection bias by how often the global batch chose each column, per layer.
@@ -132,7 +180,26 @@ class ModeTransformer(nn.Module):
                 if isinstance(module, BiasedExpertRouter):
                     module.move_bias(choice_counts[layer])
 
-    def _place(self, num_rows: int, length: int, documents: Tensor | None, x_BLD: Tensor) -> Placement:
+    def causal_method(self, causal: bool | str) -> str | None:
+        """What tokens decide their depth routing by; None: they compete, as in training."""
+        if causal is False:
+            return None
+        methods = ("router",) if self.config.depth is None else self.config.depth.causal_methods
+        if causal is True:
+            return methods[0]
+        if causal not in methods:
+            raise ValueError(f'causal is "{causal}"; this model can decide by {" or ".join(methods)}, or True or False')
+        return causal
+
+    def embed(self, ids: Tensor) -> Tensor:
+        # The table's entries are of size 1/sqrt(D), so that it can serve as a head too; those of the stream of size 1.
+        return self.embedding(ids) * self.config.model.width**0.5
+
+    def read_out(self, x: Tensor) -> Tensor:
+        """The logits of stream vectors."""
+        return self.head(self.norm(x))
+
+    def place(self, num_rows: int, length: int, documents: Tensor | None, x_BLD: Tensor) -> Placement:
         positions_1L = torch.arange(length, device=x_BLD.device).unsqueeze(0)
         model = self.config.model
         cos_1LH, sin_1LH = rope_tables(positions_1L, model.head_width, model.rope_theta, x_BLD.dtype)

@@ -47,6 +47,7 @@ class Console:
 REPORTED = (
     ("loss/train", "loss", "{:.4f}"),
     ("loss/val", "val", "{:.4f}"),
+    ("loss/val_causal", "causal", "{:.4f}"),
     ("optim/lr", "lr", "{:.2e}"),
     ("optim/grad_norm", "grad", "{:.3f}"),
     ("perf/tokens_per_second", "tok/s", "{:.0f}"),

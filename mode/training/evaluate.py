@@ -1,8 +1,12 @@
-"""Validation loss, exact for any number of ranks."""
+"""Validation loss, with top-k or causal routing, exact for any number of ranks.
+
+Every rank enters every block, also one in which it keeps no token: under expert parallelism and ZeRO stage 3 a
+block is a collective.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,12 +17,22 @@ from torch.nn import functional as F
 from mode.data import Split, spread_rows, validation_batches
 from mode.layers import at_least_float32
 from mode.routing import BlockRouting
-from mode.training.step import model_inputs
+from mode.training.inputs import model_inputs
+
+
+@dataclass(frozen=True)
+class DepthShares:
+    """How a routed block decided about the evaluated tokens."""
+
+    kept: float  # share of the tokens
+    predictor_accuracy: float | None  # share whose predictor agrees with what was kept; None: it did not speak
+    router_accuracy: float  # share whose router logit is above 0 where the token was kept, and only there
 
 
 @dataclass(frozen=True)
 class Evaluation:
     loss: float  # nats per token over the evaluated rows
+    depth: dict[int, DepthShares]  # by layer, of the routed blocks
     routing: tuple[BlockRouting, ...]  # of this rank's first batch, for pictures
 
 
@@ -32,31 +46,63 @@ def evaluate(
     end_of_text: int | None,
     device: torch.device,
     progress: Callable[[], None],
+    causal: bool | str = False,
 ) -> Evaluation:
     """The mean loss of `num_rows` rows spread over the split: always the same ones, shared by the ranks.
 
-    `progress` is called before every batch.
+    `causal` as in the model's forward: False is top-k routing, as in training, which sees the future.
+    `progress` is called before every batch. A plain model in place of the engine needs no process group.
     """
+    alone = not distributed.is_initialized()
     engine.eval()
     totals = torch.zeros(2, dtype=torch.float64, device=device)
+    shares: Tensor | float = 0.0
     routing: tuple[BlockRouting, ...] = ()
     rows = spread_rows(split.rows, num_rows)
     for batch in validation_batches(
         rows,
         batch_size=batch_size,
-        rank=distributed.get_rank(),
-        world_size=distributed.get_world_size(),
+        rank=0 if alone else distributed.get_rank(),
+        world_size=1 if alone else distributed.get_world_size(),
         end_of_text=end_of_text,
     ):
         progress()
-        out = engine(**model_inputs(batch, device))
+        out = engine(**model_inputs(batch, device), causal=causal)
         losses_B = row_losses(out.logits, batch.input_ids.to(device))
         weights_B = batch.weights.to(device)
         totals += torch.stack([(losses_B * weights_B).sum(dtype=torch.float64), weights_B.sum(dtype=torch.float64)])
+        shares = shares + depth_sums(out.routing, weights_B)
         routing = routing or out.routing
-    distributed.all_reduce(totals)
+    assert isinstance(shares, Tensor)
+    if not alone:
+        distributed.all_reduce(totals)
+        distributed.all_reduce(shares)
     engine.train()
-    return Evaluation((totals[0] / totals[1]).item(), routing)
+    layers = [record.layer for record in routing if record.depth is not None]
+    spoke = {record.layer for record in routing if record.depth is not None and record.depth.predicted_BL is not None}
+    depth = {
+        layer: DepthShares(kept, predicted if layer in spoke else None, above)
+        for layer, (kept, predicted, above) in zip(layers, (shares[:, 1:] / shares[:, :1]).tolist(), strict=True)
+    }
+    return Evaluation((totals[0] / totals[1]).item(), depth, routing)
+
+
+def depth_sums(routing: Sequence[BlockRouting], weights_B: Tensor) -> Tensor:
+    """[routed blocks, 4] float64, rows times their weight: tokens, kept, predicted rightly, by the router rightly."""
+    sums = []
+    for record in routing:
+        if record.depth is None:
+            continue
+        kept_BL = record.depth.kept_BL()
+        predicted_BL = record.depth.logits_BL if record.depth.predicted_BL is None else record.depth.predicted_BL
+        parts = (
+            torch.ones_like(kept_BL),
+            kept_BL,
+            (predicted_BL > 0) == kept_BL,
+            (record.depth.logits_BL > 0) == kept_BL,
+        )
+        sums.append(torch.stack([(part.sum(dim=1) * weights_B.double()).sum() for part in parts]))
+    return torch.stack(sums) if sums else weights_B.new_zeros(0, 4, dtype=torch.float64)
 
 
 def row_losses(logits_BLV: Tensor, ids_BL: Tensor) -> Tensor:

@@ -16,9 +16,8 @@ from mode.config_file import RunConfig
 from mode.data import Batch
 from mode.model.transformer import ModeOutput
 from mode.moe.parallel import clip_gradients
+from mode.training.inputs import Inputs, model_inputs
 from mode.training.metrics import CHOICES, routing_sums
-
-Inputs = dict[str, Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -63,12 +62,3 @@ def optimizer_step(
     engine.module.move_biases(dict(enumerate(sums[:, CHOICES:])))
     losses = dict(zip(["total", *out.losses], torch.stack(outputs).sum(dim=0), strict=True))
     return Step(sums, losses, float(engine.get_global_grad_norm() if norm is None else norm), lr, out)
-
-
-def model_inputs(batch: Batch, device: torch.device) -> Inputs:
-    """A batch as the model's arguments, without labels."""
-    return {
-        "input_ids": batch.input_ids.to(device),
-        "documents": None if batch.documents is None else batch.documents.to(device),
-        "sample_keys": batch.sample_ids.to(device),
-    }

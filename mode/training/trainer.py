@@ -22,19 +22,20 @@ from torch import Tensor, distributed
 from mode import accounting
 from mode.config_file import RunConfig
 from mode.data import Batch, PackedData, Tokenizer, TrainLoader, bigram_loss, spread_rows
-from mode.generation.uncached import generate_uncached
 from mode.model.pretrained import check_same_model
 from mode.model.transformer import ModeOutput, ModeTransformer
+from mode.routing import BlockRouting
 from mode.section import ConfigError, show
 from mode.training import checkpoint as checkpoints
 from mode.training.console import Console, plan_table, table
 from mode.training.elastic import for_any_layout, layout_of, load_universal
 from mode.training.engine import agreed_backend, build_engine, build_model, device, peak_flops
 from mode.training.evaluate import Evaluation, evaluate
+from mode.training.inputs import Inputs
 from mode.training.metrics import CHOICES, counted_flops, decision_image, routing_figures
 from mode.training.recorder import Recorder
 from mode.training.shared import check_shared
-from mode.training.step import Inputs, optimizer_step
+from mode.training.step import optimizer_step
 from mode.training.stops import NotFinite, StepGuard, StopSignal, Verdict, first_bad_block
 from mode.training.watchdog import Watchdog
 
@@ -81,7 +82,7 @@ class Trainer:
         saved_layout = self.layout if found is None else checkpoints.run_of(found).get("layout", {})
         self.engine = build_engine(run, model, self.world_size, universal=saved_layout != self.layout)
         self.position = {"step": 0, "tokens": 0, "flops": 0}
-        self.val_loss: float | None = None  # the last one evaluated
+        self.val_losses: dict[str, float] | None = None  # the last ones evaluated
         if found is not None:
             self._restore(found, saved_layout)
         checkpoints.discard_after(run_dir / "checkpoints", self.position["step"])
@@ -103,6 +104,8 @@ class Trainer:
         mode.pop("description")
         mode["model"].pop("activation_checkpointing")
         mode["data"].pop("cache_dir")
+        if mode["depth"] is not None:
+            mode["depth"].pop("causal")
         if mode["experts"] is not None:
             mode["experts"].pop("backend")
             mode["experts"].pop("ep_size")
@@ -203,14 +206,23 @@ class Trainer:
 
     def _evaluate(self) -> dict[str, float]:
         started = time.perf_counter()
-        result = self._validation_loss()
+        self.val_losses, routing = self._validate()
         if self.rank == 0:
-            self.recorder.write_decisions(decision_image(result.routing, row=0), self.position["step"])
+            self.recorder.write_decisions(decision_image(routing, row=0), self.position["step"])
         self.clock_start += time.perf_counter() - started
-        self.val_loss = result.loss
-        return {"loss/val": result.loss}
+        return self.val_losses
 
-    def _validation_loss(self) -> Evaluation:
+    def _validate(self) -> tuple[dict[str, float], tuple[BlockRouting, ...]]:
+        """Losses on the validation rows with top-k routing and, where that sees the future, as in sampling."""
+        top_k = self._validation_loss()
+        values = {"loss/val": top_k.loss}
+        if self.config.depth is not None:
+            causal = self._validation_loss(causal=True)
+            kept = [shares.kept for shares in causal.depth.values()]
+            values |= {"loss/val_causal": causal.loss, "depth/kept_fraction_causal": sum(kept) / len(kept)}
+        return values, top_k.routing
+
+    def _validation_loss(self, causal: bool = False) -> Evaluation:
         return evaluate(
             self.engine,
             self.data.validation,
@@ -219,6 +231,7 @@ class Trainer:
             end_of_text=self.end_of_text,
             device=self.device,
             progress=partial(self.watchdog.progress, f"the evaluation after step {self.position['step']}"),
+            causal=causal,
         )
 
     def _save(self) -> None:
@@ -319,25 +332,30 @@ class Trainer:
             self.console.note(self._commands())
             self.recorder.close()
             return Summary(False, self.position["step"])
-        loss = self.val_loss if self.val_loss is not None else self._validation_loss().loss
+        losses = self.val_losses or self._validate()[0]
         self.watchdog.progress("the closing sample")
         sample = self._sample()
         self.watchdog.close()  # no collective follows, and the closing table may take its time
         self.recorder.write_text("sample", sample, self.position["step"])
         self.recorder.close()
         if self.rank == 0:
-            self.console.note(f"\n{self._closing_table(loss, seconds)}\n\nsample:\n{sample}\n\n{self._commands()}")
+            self.console.note(f"\n{self._closing_table(losses, seconds)}\n\nsample:\n{sample}\n\n{self._commands()}")
         return Summary(True, self.position["step"])
 
-    def _closing_table(self, loss: float, seconds: float) -> str:
-        validation = self.data.validation
+    def _closing_table(self, losses: dict[str, float], seconds: float) -> str:
+        validation, loss = self.data.validation, losses["loss/val"]
         rows = spread_rows(validation.rows, self.config.train.eval_sequences)
         bigram = bigram_loss(self.data.train.rows.reshape(-1), rows, self.config.model.vocab_size)
         train = _last_value(self.run_dir / "metrics.jsonl", "loss/train")
+        causal = []
+        if self.config.depth is not None:
+            method = self.model.causal_method(True)
+            causal = [("causal loss", f"{losses['loss/val_causal']:.4f}  (routed by the {method}, as in sampling)")]
         return table(
             [
                 ("train loss", f"{train:.4f}" if train is not None else "not logged"),
                 ("validation loss", f"{loss:.4f}  (a bigram model: {bigram:.4f})"),
+                *causal,
                 ("perplexity", f"{math.exp(min(loss, 700)):.2f}"),
                 ("bits per byte", f"{loss / math.log(2) / validation.bytes_per_token:.4f}"),
                 ("tokens", f"{self.position['tokens']:,}"),
@@ -347,9 +365,18 @@ class Trainer:
         )
 
     def _sample(self) -> str:
-        prompt = torch.from_numpy(self.data.validation.rows[:1, :SAMPLE_PROMPT_TOKENS].astype("int64")).to(self.device)
-        generator = torch.Generator(self.device).manual_seed(self.config.seed)
-        ids = generate_uncached(self.model, prompt, SAMPLE_NEW_TOKENS, temperature=0.8, generator=generator)
+        """The same on every rank. Where blocks are collectives, without a cache: then every rank enters every block."""
+        length = self.config.model.sequence_length
+        num_prompt = min(SAMPLE_PROMPT_TOKENS, length // 2)
+        prompt = torch.from_numpy(self.data.validation.rows[:1, :num_prompt].astype("int64")).to(self.device)
+        ep_size = self.config.experts.ep_size if self.config.experts is not None else 1
+        ids = self.model.generate(
+            prompt,
+            min(SAMPLE_NEW_TOKENS, length - num_prompt),
+            temperature=0.8,
+            use_cache=ep_size == 1 and self.run.engine.zero_stage < 3,
+            seed=self.config.seed,
+        )
         return self.data.tokenizer.decode(ids[0].tolist())
 
     def _commands(self) -> str:

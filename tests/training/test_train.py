@@ -98,7 +98,8 @@ def test_tensorboard_holds_losses_routing_histograms_image_text_and_hparams(fini
     board = EventAccumulator(str(run_dir), size_guidance={"scalars": 0, "histograms": 0, "images": 0}).Reload()
     tags = board.Tags()
     for tag in (
-        *("loss/train", "loss/val", "loss/total", "loss/expert_balance", "loss/expert_z", "loss/depth_predictor"),
+        *("loss/train", "loss/val", "loss/val_causal", "loss/total", "loss/expert_balance", "loss/expert_z"),
+        *("loss/depth_predictor", "depth/kept_fraction_causal"),
         *("optim/lr", "optim/grad_norm", "perf/tokens_per_second"),
         *("depth/kept_fraction", "depth/predictor_accuracy", "depth/router_above_half", "depth/kept_fraction/block_1"),
         *("experts/no_op_share", "experts/dropped_share", "experts/max_violation", "experts/dead_experts"),
@@ -141,6 +142,8 @@ def test_the_closing_lines_tell_losses_compute_a_sample_and_what_to_do_next(fini
     assert "sample:" in output
     last = launch.metrics(run_dir)[-1]
     assert float(re.search(r"validation loss\s+([\d.]+)", output).group(1)) == pytest.approx(last["loss/val"], abs=1e-4)
+    causal = re.search(r"causal loss\s+([\d.]+)  \(routed by the predictor", output)
+    assert float(causal.group(1)) == pytest.approx(last["loss/val_causal"], abs=1e-4)
     lines = [line for line in output.splitlines() if line.startswith("step ")]
     assert len(lines) == 12 and all("tok/s" in line and "no-op" in line and "kept" in line for line in lines)
 

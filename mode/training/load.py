@@ -1,0 +1,60 @@
+"""A trained model and its tokenizer, from a run directory or an exported folder, in one process.
+
+A checkpoint is a pickle: load only what you trust. An exported folder is none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from mode.data.tokenizer import Tokenizer
+from mode.model.pretrained import WEIGHTS
+from mode.model.transformer import ModeTransformer
+from mode.section import ConfigError
+from mode.training.checkpoint import MANIFEST, STEP, damage, newest_whole, step_of
+from mode.training.consolidate import config_of, full_weights
+
+
+@dataclass(frozen=True)
+class Loaded:
+    model: ModeTransformer  # for evaluation
+    tokenizer: Tokenizer
+    source: Path  # the checkpoint or folder it came from
+
+
+def load_model(path: Path, step: int | None = None, *, device: str = "cpu", dtype: torch.dtype | None = None) -> Loaded:
+    """From an exported folder, a run directory (its newest whole checkpoint, or that of `step`) or a folder step_N."""
+    if (path / WEIGHTS).is_file():
+        if step is not None:
+            raise ConfigError("--step", f"is {step}, but {path} is an exported model, which has no steps; leave it out")
+        return Loaded(ModeTransformer.from_pretrained(path, device=device, dtype=dtype), Tokenizer.load(path), path)
+    checkpoint = choose_checkpoint(path.absolute(), step)
+    model = ModeTransformer.from_weights(config_of(checkpoint), full_weights(checkpoint)).to(device)
+    tokenizer = Tokenizer.load(checkpoint.parent.parent / "tokenizer")
+    return Loaded(model if dtype is None else model.to(dtype), tokenizer, checkpoint)
+
+
+def choose_checkpoint(path: Path, step: int | None) -> Path:
+    """The checkpoint that a command line means, its files compared with its manifest."""
+    if STEP.fullmatch(path.name):
+        if step is not None and step != step_of(path):
+            raise ConfigError("--step", f"is {step}, but {path} is of step {step_of(path)}; leave it out")
+        checkpoint = path
+    else:
+        folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+        if step is None:
+            newest = newest_whole(folder)
+            if newest is None:
+                lack = "holds no whole checkpoint" if path.is_dir() else "does not exist"
+                raise ConfigError("checkpoint", f"{path} {lack}; name a run directory, or a folder named step_N")
+            return newest
+        checkpoint = folder / f"step_{step:08d}"
+    if not (checkpoint / MANIFEST).is_file():
+        raise ConfigError("checkpoint", f"{checkpoint} is not a complete checkpoint; name another")
+    problem = damage(checkpoint)
+    if problem is not None:
+        raise ConfigError("checkpoint", f"{checkpoint} is damaged: {problem}; name another")
+    return checkpoint

@@ -1,0 +1,294 @@
+"""`tools/generate.py` and `tools/evaluate.py` as a user meets them, on a tiny run and its export."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import torch
+
+from mode.data.tokenizer import byte_tokenizer
+from mode.generation.cached import CachedDecoder
+from mode.generation.show import colour, ink, to_html, to_terminal, token_routes
+from mode.generation.text import TextStream
+from mode.model.transformer import ModeTransformer
+from tests import launch
+from tests.helpers import make_config, spread_weights
+from tools import evaluate, export, generate
+
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(launch.ROOT), "OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory) -> Path:
+    """A folder with a finished run and its export."""
+    folder = tmp_path_factory.mktemp("generate")
+    config = launch.write_tiny(folder)
+    launch.run(["--deepspeed_config", str(config), "--output_dir", str(folder / "run")], folder / "log")
+    assert export.main([str(folder / "run"), str(folder / "out")]) == 0
+    return folder
+
+
+def command(tool: str, *arguments: str) -> list[str]:
+    return [sys.executable, str(launch.ROOT / "tools" / tool), *arguments]
+
+
+def json_of(capsys, *arguments: str) -> list[dict]:
+    capsys.readouterr()
+    assert generate.main([*arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def fails(capsys, tool, *arguments: str) -> str:
+    assert tool.main(list(arguments)) == 2
+    return capsys.readouterr().err
+
+
+def test_a_run_and_its_export_say_the_same_with_and_without_the_cache(world, capsys):
+    run, exported = (json_of(capsys, str(world / name), "12 tok", "7", "") for name in ("run", "out"))
+    uncached = json_of(capsys, str(world / "out"), "12 tok", "7", "", "--no_cache")
+    for first, second, third in zip(run, exported, uncached, strict=True):
+        assert first["new_tokens"] == second["new_tokens"] == third["new_tokens"]
+    assert [row["prompt_tokens"] for row in run] == [6, 1, 1], "an empty prompt is the end-of-text token"
+    alone = json_of(capsys, str(world / "out"), "7", "--max_new_tokens", "26")
+    assert alone[0]["new_tokens"][:26] == run[1]["new_tokens"], "32 positions leave 26 beside the longest prompt"
+
+
+def test_an_exported_folder_is_sampled_without_deepspeed_and_streams_prompt_and_text(world):
+    code = (
+        "import sys\nfrom tools import generate\n"
+        "assert generate.main(sys.argv[1:]) == 0\nassert 'deepspeed' not in sys.modules"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(world / "out"), "12 tok", "--max_new_tokens", "5", "--go_on"],
+        capture_output=True,
+        env=ENVIRONMENT,
+        cwd=launch.ROOT,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(b"12 tok") and done.stdout.endswith(b"\n") and len(done.stdout) > 10
+
+
+def test_prompts_come_from_the_line_files_and_the_input_and_bytes_that_are_no_text_are_replaced_and_reported(world):
+    (world / "prompt.txt").write_bytes(b"a\xffb\n")
+    done = subprocess.run(
+        command(
+            "generate.py", str(world / "out"), b"c\xfe", "--file", str(world / "prompt.txt"), "--file", "-", "--json"
+        )
+        + ["--max_new_tokens", "0"],
+        input=b"from the input",
+        capture_output=True,
+        env=ENVIRONMENT,
+    )
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)
+    assert [row["prompt"] for row in rows] == ["c\ufffd", "a\ufffdb\n", "from the input"]
+    assert [row["prompt_tokens"] for row in rows] == [4, 6, 14]
+    assert all(row["text"] == "" and row["new_tokens"] == [] for row in rows)
+    for name in (b"prompt 1", b"prompt.txt"):
+        assert name + b" is not all UTF-8; other bytes were replaced by U+FFFD" in done.stderr
+
+
+def test_the_interactive_prompt_answers_line_by_line_and_survives_interrupts_and_a_prompt_that_is_too_long(
+    world, capsys, monkeypatch
+):
+    step, lines = CachedDecoder.step, iter(["12", "x" * 40, "interrupt me", "34"])
+    asked: list[str] = []
+
+    def answer(question: str) -> str:
+        line = next(lines, None)
+        if line is None:
+            raise EOFError
+        asked.append(line)
+        return line
+
+    def interrupted(self, ids):
+        if asked[-1] == "interrupt me":
+            raise KeyboardInterrupt
+        return step(self, ids)
+
+    monkeypatch.setattr("builtins.input", answer)
+    monkeypatch.setattr(CachedDecoder, "step", interrupted)
+    assert generate.main([str(world / "out"), "--max_new_tokens", "4"]) == 0
+    shown = capsys.readouterr()
+    assert re.match(r"12.*\ninterrupt me.*\n34.*\n", shown.out, flags=re.DOTALL)
+    assert "a prompt of 40 tokens and max_new_tokens = 4 make 44, more than mode.model.sequence_length" in shown.err
+    assert shown.err.count("interrupted\n") == 1
+
+
+def test_ctrl_c_leaves_what_was_said_and_ends_with_130(world):
+    slow = (
+        "import sys, time\nfrom mode.generation.cached import CachedDecoder\nfrom tools import generate\n"
+        "step = CachedDecoder.step\n"
+        "def slowly(self, ids):\n    time.sleep(0.3)\n    return step(self, ids)\n"
+        "CachedDecoder.step = slowly\nsys.exit(generate.main(sys.argv[1:]))"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", slow, str(world / "out"), "12 tok", "--go_on"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=ENVIRONMENT,
+        cwd=launch.ROOT,
+    )
+    assert process.stdout.read(7).startswith(b"12 tok"), "a token has come"
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == 130 and err == b"interrupted\n" and out.endswith(b"\n")
+
+
+def test_wrong_arguments_are_one_line(world, capsys, tmp_path):
+    out = str(world / "out")
+    assert "make 33, more than mode.model.sequence_length = 32" in fails(capsys, generate, out, "x" * 32)
+    assert "top_p is 2.0; it must be above 0" in fails(capsys, generate, out, "x", "--top_p", "2")
+    assert "max_new_tokens is -1" in fails(capsys, generate, out, "x", "--max_new_tokens", "-1")
+    assert "does not exist; name a run directory" in fails(capsys, generate, str(tmp_path / "no"), "x")
+    assert "holds no whole checkpoint" in fails(capsys, generate, str(tmp_path), "x")
+    assert "exported model, which has no steps" in fails(capsys, generate, out, "x", "--step", "3")
+    assert "--batch_size: is 0; it must be at least 1" in fails(capsys, evaluate, out, "--batch_size", "0")
+    assert generate.main([out, "--file", str(tmp_path / "none.txt")]) == 4
+    assert "reading or writing failed" in capsys.readouterr().err
+
+
+def test_evaluation_tells_all_three_losses_and_agrees_with_the_run(world, capsys):
+    found = {}
+    for name in ("run", "out"):
+        assert evaluate.main([str(world / name), "--json", "--batch_size", "3"]) == 0
+        found[name] = json.loads(capsys.readouterr().out)
+    last = launch.metrics(world / "run")[-1]
+    for figures in found.values():
+        assert figures["loss"].keys() == {"top_k", "predictor", "router"} and figures["sampling_by"] == "predictor"
+        assert figures["loss"]["top_k"] == pytest.approx(last["loss/val"], rel=1e-6)
+        assert figures["loss"]["predictor"] == pytest.approx(last["loss/val_causal"], rel=1e-6)
+        block = figures["blocks"]["1"]
+        assert block["kept"]["top_k"] == figures["target_kept"] == 0.25
+        assert block["kept"]["predictor"] == pytest.approx(last["depth/kept_fraction_causal"])
+        assert 0 < block["predictor_accuracy"] <= 1 and 0 < block["router_accuracy"] <= 1
+    assert evaluate.main([str(world / "out"), "--sequences", "2"]) == 0
+    shown = capsys.readouterr().out
+    for words in ("loss, top-k", "loss, predictor", "loss, router logit", "kept, predictor", "predictor right"):
+        assert words in shown
+    assert "2 held-out sequences of 32 tokens" in shown
+
+
+def test_evaluation_refuses_text_that_has_changed(world, capsys, tmp_path):
+    about = json.loads((world / "out" / "config.json").read_text())
+    about["mode"]["data"]["tokenizer"] = "bpe"
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for file in (world / "out").iterdir():
+        (copy / file.name).write_bytes(file.read_bytes())
+    (copy / "config.json").write_text(json.dumps(about))
+    assert "another tokenizer than the model was trained with" in fails(capsys, evaluate, str(copy))
+
+
+class Page(HTMLParser):
+    """The spans of a page: (classes, title, text)."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.spans: list[list[str]] = []
+        self.links: list[str] = []
+        self.inside = False
+        self.feed(page)
+
+    def handle_starttag(self, tag, attributes):
+        found = dict(attributes)
+        self.links += [found[name] for name in ("src", "href") if name in found]
+        self.inside = tag == "span" and "title" in found
+        if self.inside:
+            self.spans.append([found.get("class", ""), found["title"], ""])
+
+    def handle_endtag(self, tag):
+        self.inside = False
+
+    def handle_data(self, data):
+        if self.inside:
+            self.spans[-1][2] += data
+
+
+def test_routes_are_shown_in_the_terminal_and_as_a_page_of_its_own(world, capsys, tmp_path):
+    page = tmp_path / "routes.html"
+    arguments = [
+        str(world / "out"),
+        "12 <b>&",
+        "--max_new_tokens",
+        "8",
+        "--go_on",
+        "--show_routing",
+        "--html",
+        str(page),
+    ]
+    assert generate.main(arguments) == 0
+    shown = capsys.readouterr().out
+    assert "\x1b[48;2;" in shown and "background: processed by" in shown and "underlined:" in shown
+    parsed = Page(page.read_text(encoding="utf-8"))
+    assert "".join(text for _, _, text in parsed.spans).replace("\u21b5", "").startswith("12 <b>&")
+    assert parsed.links == [], "it needs no other file"
+    assert sum("new" in classes.split() for classes, _, _ in parsed.spans) <= 8
+    assert all(
+        re.match(r"processed by [12] of 2 blocks: 0(, 1)?; \d of \d choices", title) for _, title, _ in parsed.spans
+    )
+
+
+def test_the_colours_follow_the_records():
+    config = make_config(
+        model={"vocab_size": 257, "num_layers": 4},
+        experts={"num_no_ops": 2, "no_op_fraction": 0.25},
+        depth={"capacity_fraction": 0.5, "predictor": {"width": 8}},
+    )
+    model = spread_weights(ModeTransformer(config), scale=0.4).eval()
+    ids = list(b"some bytes here")
+    routes = token_routes(model, byte_tokenizer(), ids, num_prompt=4)
+    routing = model(torch.tensor([ids]), causal=True).routing
+    kept = torch.stack([torch.ones(15) if r.depth is None else r.depth.kept_BL()[0].float() for r in routing])
+    assert [len(token.blocks) for token in routes.tokens] == kept.sum(dim=0).tolist()
+    assert routes.processed == kept.sum(dim=1).tolist()
+    assert sum(token.no_ops for token in routes.tokens) == sum(int(r.experts.num_no_op()) for r in routing)
+    assert sum(token.choices for token in routes.tokens) == sum(r.experts.choices_TK.numel() for r in routing)
+    assert [token.is_prompt for token in routes.tokens] == [True] * 4 + [False] * 11
+    darkest = max(routes.tokens, key=lambda token: len(token.blocks))
+    assert routes.level(darkest) > 0 and "".join(token.text for token in routes.tokens) == "some bytes here"
+
+
+def test_models_that_route_less_are_shown_too():
+    for kind, words in (
+        ({}, "routes nothing"),
+        ({"experts": {}}, "routes nothing"),
+        ({"experts": {"num_no_ops": 1, "no_op_fraction": 0.25}}, "no-op choices"),
+        ({"depth": {}}, "processed by"),
+    ):
+        model = ModeTransformer(make_config(model={"vocab_size": 257}, **kind)).eval()
+        routes = token_routes(model, byte_tokenizer(), [65, 10, 27, 66], num_prompt=1)
+        assert words in to_terminal(routes) and words in to_html([routes], "<title>")
+        assert "\x1b[31" not in to_terminal(routes) and to_terminal(routes).count("\n") == 3
+        assert "&lt;title&gt;" in to_html([routes], "<title>")
+
+
+def test_every_colour_of_the_scale_is_legible_and_darker_than_the_one_before():
+    def luminance(rgb: tuple[int, int, int]) -> float:
+        linear = [(c / 255 / 12.92 if c <= 10 else ((c / 255 + 0.055) / 1.055) ** 2.4) for c in rgb]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    levels = [luminance(colour(step / 100)) for step in range(101)]
+    assert all(a > b for a, b in zip(levels, levels[1:], strict=False))
+    for step in range(101):
+        light, dark = sorted([luminance(colour(step / 100)), luminance(ink(colour(step / 100)))], reverse=True)
+        assert (light + 0.05) / (dark + 0.05) >= 4.5
+
+
+def test_a_character_of_several_tokens_appears_once_and_whole():
+    stream = TextStream(byte_tokenizer())
+    text = "a\u00e9\u20ac\U0001f600z"
+    assert [stream.add(byte) for byte in text.encode()] == [
+        *("a", "", "\u00e9", "", "", "\u20ac", "", "", "", "\U0001f600", "z")
+    ]
+    assert stream.add(0xC3) == "" and stream.rest() == "\ufffd" and stream.rest() == ""
+    broken = "".join(stream.add(byte) for byte in b"\xff\xff\xff\xff\xffok") + stream.rest()
+    assert broken.endswith("ok") and broken.count("\ufffd") == 5

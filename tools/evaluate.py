@@ -1,0 +1,149 @@
+"""Held-out loss of a trained model, with top-k routing and as in sampling.
+
+    python tools/evaluate.py runs/mode
+    python tools/evaluate.py exported/mode --sequences 256 --json
+
+Top-k routing looks at the whole sequence, as in training, so its loss may profit from the future. Causal routing lets
+each token decide for itself, by the predictor or by the router's own logit: that is what sampling does, and the loss
+to compare with other models. The validation text is that of the model's configuration, prepared again if need be.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="evaluate.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", help="a run directory, a folder named step_N or an exported folder")
+    parser.add_argument("--step", type=int, metavar="N", help="the checkpoint of that step, given a run directory")
+    parser.add_argument("--sequences", type=int, metavar="N", help="default: mode.train.eval_sequences, as in training")
+    parser.add_argument("--batch_size", type=int, default=8, metavar="N", help="sequences at a time (default: 8)")
+    parser.add_argument("--device", default="cpu", help="default: cpu")
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    return parser.parse_args(arguments)
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Does it, and returns the figures to print."""
+    import torch
+
+    from mode.data import prepare_data
+    from mode.section import ConfigError
+    from mode.training.evaluate import evaluate
+    from mode.training.load import load_model
+
+    for name in ("sequences", "batch_size"):
+        value = getattr(arguments, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name}", f"is {value}; it must be at least 1")
+    loaded = load_model(Path(arguments.model), arguments.step, device=arguments.device)
+    config = loaded.model.config
+    data = prepare_data(config)
+    if not data.tokenizer.same_as(loaded.tokenizer):
+        raise ConfigError(
+            "mode.data",
+            f"the text at {data.source} gives another tokenizer than the model was trained with: it has changed since; "
+            "evaluate where the original text is",
+        )
+    num_rows = min(arguments.sequences or config.train.eval_sequences, data.validation.num_rows)
+    methods = ("router",) if config.depth is None else config.depth.causal_methods
+    passes: dict[str, bool | str] = {"top_k": False}
+    if config.depth is not None:
+        passes |= {method: method for method in methods}
+    found = {
+        name: evaluate(
+            loaded.model,
+            data.validation,
+            num_rows=num_rows,
+            batch_size=arguments.batch_size,
+            end_of_text=data.tokenizer.end_of_text if config.data.document_masking else None,
+            device=torch.device(arguments.device),
+            progress=lambda: None,
+            causal=causal,
+        )
+        for name, causal in passes.items()
+    }
+    top_k = found["top_k"].depth
+    target = None if config.depth is None else config.depth.capacity_fraction
+    return {
+        "model": str(loaded.source),
+        "description": config.description,
+        "sequences": num_rows,
+        "sequence_length": config.model.sequence_length,
+        "loss": {name: result.loss for name, result in found.items()},
+        "bits_per_byte": {
+            name: result.loss / math.log(2) / data.validation.bytes_per_token for name, result in found.items()
+        },
+        "sampling_by": methods[0] if config.depth is not None else None,
+        "target_kept": target,
+        "blocks": {
+            str(layer): {
+                "kept": {name: result.depth[layer].kept for name, result in found.items()},
+                "predictor_accuracy": shares.predictor_accuracy,
+                "router_accuracy": shares.router_accuracy,
+            }
+            for layer, shares in top_k.items()
+        },
+    }
+
+
+NAMES = {"top_k": "top-k", "predictor": "predictor", "router": "router logit"}
+
+
+def render(figures: dict[str, Any]) -> str:
+    from mode.training.console import table
+
+    losses, bits = figures["loss"], figures["bits_per_byte"]
+    rows = [
+        ("model", figures["model"]),
+        ("text", f"{figures['sequences']} held-out sequences of {figures['sequence_length']} tokens"),
+    ]
+    if not figures["blocks"]:
+        return table([*rows, ("loss", f"{losses['top_k']:.4f}  ({bits['top_k']:.4f} bits per byte)")])
+    for name, loss in losses.items():
+        note = ", sees the future" if name == "top_k" else ", used in sampling" * (name == figures["sampling_by"])
+        rows.append((f"loss, {NAMES[name]}", f"{loss:.4f}  ({bits[name]:.4f} bits per byte{note})"))
+    header = ["block", "target", *(f"kept, {NAMES[name]}" for name in losses), "predictor right", "router right"]
+    lines = ["  ".join(header)]
+    for layer, block in figures["blocks"].items():
+        accuracy = block["predictor_accuracy"]
+        cells = [
+            layer,
+            f"{figures['target_kept']:.1%}",
+            *(f"{block['kept'][name]:.1%}" for name in losses),
+            "-" if accuracy is None else f"{accuracy:.1%}",
+            f"{block['router_accuracy']:.1%}",
+        ]
+        lines.append("  ".join(f"{cell:>{len(title)}}" for cell, title in zip(cells, header, strict=True)))
+    share = f"{1 - figures['target_kept']:.1%}"
+    about = f"right: agrees with top-k about a token; who always skips is right for {share}"
+    return table(rows) + "\n\n" + "\n".join(f"  {line}" for line in [*lines, about])
+
+
+def main(command_line: list[str] | None = None) -> int:
+    arguments = parse_arguments(command_line)
+    from mode.data import DataError
+    from mode.section import ConfigError
+
+    try:
+        figures = measure(arguments)
+    except (ConfigError, DataError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"error: reading or writing failed: {error}", file=sys.stderr)
+        return 4
+    print(json.dumps(figures, indent=2) if arguments.json else render(figures))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,219 @@
+"""Continues text with a trained model.
+
+    python tools/generate.py runs/mode "def main(" --temperature 0.8
+    python tools/generate.py exported/mode --file prompt.py --file other.py
+    python tools/generate.py runs/mode "import os" --show_routing --html routes.html
+    python tools/generate.py runs/mode                      # asks for prompts
+
+The model is a run directory (its newest whole checkpoint; a checkpoint is a pickle: use what you trust) or a folder
+that tools/export.py wrote. One prompt is answered as the tokens come, several together as one batch. An empty prompt
+begins a new document. Ctrl-C ends the text; a second one, or the end of input, leaves the interactive prompt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+INTERRUPTED = 130  # as shells report a process that Ctrl-C ended
+
+
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="generate.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", help="a run directory, a folder named step_N or an exported folder")
+    parser.add_argument("prompts", nargs="*", metavar="prompt", help="text to continue; none: asks for it")
+    parser.add_argument(
+        "--file", action="append", default=[], metavar="FILE", help="a file whose whole text is a prompt; -: the input"
+    )
+    parser.add_argument("--step", type=int, metavar="N", help="the checkpoint of that step, given a run directory")
+    parser.add_argument("--max_new_tokens", type=int, metavar="N", help="default: 128, or what the model has room for")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0, the default: always the likeliest token")
+    parser.add_argument("--top_k", type=int, metavar="K", help="choose among the K likeliest tokens")
+    parser.add_argument(
+        "--top_p", type=float, metavar="P", help="choose among the likeliest with probability P together"
+    )
+    parser.add_argument("--repetition_penalty", type=float, default=1.0, metavar="X", help="above 1: repeats less")
+    parser.add_argument("--seed", type=int, default=0, help="of the random draws (default: 0)")
+    parser.add_argument("--go_on", action="store_true", help="do not stop at the end of a document")
+    parser.add_argument(
+        "--routing",
+        choices=("predictor", "router"),
+        help="what tokens decide their depth routing by (default: as mode.depth.causal says)",
+    )
+    parser.add_argument("--no_cache", action="store_true", help="compute everything again for every token")
+    parser.add_argument(
+        "--show_routing",
+        action="store_true",
+        help="print the text at its end in colours: how many blocks processed each token, and no-op choices",
+    )
+    parser.add_argument("--html", metavar="FILE", help="write the same as an HTML page")
+    parser.add_argument("--device", default="cpu", help="default: cpu")
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), help="of the weights (default: as they are stored)")
+    parser.add_argument("--json", action="store_true", help="print texts, tokens and figures as JSON, at the end")
+    return parser.parse_args(arguments)
+
+
+def read_prompts(arguments: argparse.Namespace) -> list[str]:
+    """From the command line and files; what is not UTF-8 is replaced, and said so."""
+    named = [
+        (f"prompt {number}", text.encode(errors="surrogateescape")) for number, text in enumerate(arguments.prompts, 1)
+    ]
+    named += [(name, sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()) for name in arguments.file]
+    texts = []
+    for name, content in named:
+        text = content.decode(errors="replace")
+        if text.encode() != content:
+            print(f"note: {name} is not all UTF-8; other bytes were replaced by U+FFFD", file=sys.stderr)
+        texts.append(text)
+    return texts
+
+
+class Session:
+    """A model that continues prompts as the command line says."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        from mode.generation import Sampling
+        from mode.model.pretrained import DTYPES
+        from mode.training.load import load_model
+
+        self.arguments = arguments
+        self.sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.repetition_penalty)
+        dtype = None if arguments.dtype is None else DTYPES[arguments.dtype]
+        loaded = load_model(Path(arguments.model), arguments.step, device=arguments.device, dtype=dtype)
+        self.model, self.tokenizer, self.source = loaded.model, loaded.tokenizer, loaded.source
+        self.causal = arguments.routing or True
+
+    def encode(self, texts: list[str]) -> list[list[int]]:
+        return [ids or [self.tokenizer.end_of_text] for ids in self.tokenizer.encode_batch(texts)]
+
+    def answer(self, texts: list[str]) -> tuple[list[dict[str, Any]], bool]:
+        """Continues and prints the prompts: (what came of each, whether Ctrl-C came in between)."""
+        import torch
+
+        from mode.generation import stream
+        from mode.generation.text import TextStream
+
+        arguments, prompts = self.arguments, self.encode(texts)
+        longest = max(map(len, prompts))
+        room = self.model.config.model.sequence_length - longest
+        num_new = max(0, min(128, room)) if arguments.max_new_tokens is None else arguments.max_new_tokens
+        if room < 1 and arguments.max_new_tokens is None:
+            num_new = 1  # for the error, which tells the lengths
+        rows = [[self.tokenizer.end_of_text] * (longest - len(ids)) + ids for ids in prompts]
+        tokens = stream(
+            self.model,
+            torch.tensor(rows, device=arguments.device),
+            num_new,
+            self.sampling,
+            use_cache=not arguments.no_cache,
+            lengths=torch.tensor([len(ids) for ids in prompts]),
+            stop_tokens=() if arguments.go_on else (self.tokenizer.end_of_text,),
+            seed=arguments.seed,
+            causal=self.causal,
+        )
+        live = len(texts) == 1 and not arguments.json and not arguments.show_routing
+        new: list[list[int]] = [[] for _ in prompts]
+        ended, interrupted, started = [False] * len(prompts), False, time.perf_counter()
+        text = TextStream(self.tokenizer)
+        if live:
+            print(texts[0], end="", flush=True)
+        try:
+            for ids in tokens:
+                for row, id in enumerate(ids.tolist()):
+                    if not ended[row]:
+                        ended[row] = not arguments.go_on and id == self.tokenizer.end_of_text
+                        new[row] += [] if ended[row] else [id]
+                if live and not ended[0]:
+                    print(text.add(new[0][-1]), end="", flush=True)
+        except KeyboardInterrupt:
+            interrupted = True
+        seconds = time.perf_counter() - started
+        if live:
+            print(text.rest())
+        results = [
+            {
+                "prompt": prompt,
+                "text": self.tokenizer.decode(ids),
+                "prompt_tokens": len(before),
+                "new_tokens": ids,
+                "seconds": seconds,
+            }
+            for prompt, before, ids in zip(texts, prompts, new, strict=True)
+        ]
+        if not live and not arguments.json:
+            self.print_all(prompts, results)
+        if arguments.html is not None:
+            self.write_html(prompts, new)
+        if interrupted:
+            print("interrupted", file=sys.stderr)
+        return results, interrupted
+
+    def routes(self, prompt: list[int], new: list[int]) -> Any:
+        from mode.generation.show import token_routes
+
+        return token_routes(self.model, self.tokenizer, prompt + new, len(prompt), self.causal)
+
+    def print_all(self, prompts: list[list[int]], results: list[dict[str, Any]]) -> None:
+        from mode.generation.show import to_terminal
+
+        for number, (ids, result) in enumerate(zip(prompts, results, strict=True), 1):
+            if len(results) > 1:
+                print(f"--- {number} of {len(results)}")
+            if self.arguments.show_routing:
+                print(to_terminal(self.routes(ids, result["new_tokens"])))
+            else:
+                print(result["prompt"] + result["text"])
+
+    def write_html(self, prompts: list[list[int]], new: list[list[int]]) -> None:
+        from mode.generation.show import to_html
+
+        page = to_html([self.routes(*pair) for pair in zip(prompts, new, strict=True)], str(self.arguments.model))
+        Path(self.arguments.html).write_text(page, encoding="utf-8")
+
+
+def ask(session: Session) -> int:
+    """Prompts from the terminal, one line each, until the end of input."""
+    print(f"{session.source}: a prompt, Enter; Ctrl-C stops a text, Ctrl-D leaves", file=sys.stderr)
+    while True:
+        try:
+            text = input("> ")
+        except (EOFError, KeyboardInterrupt):
+            print(file=sys.stderr)
+            return 0
+        try:
+            results, _ = session.answer([text.encode(errors="surrogateescape").decode(errors="replace")])
+            if session.arguments.json:
+                print(json.dumps(results[0]), flush=True)
+        except ValueError as error:  # one prompt that is too long is no reason to leave
+            print(f"error: {error}", file=sys.stderr)
+
+
+def main(command_line: list[str] | None = None) -> int:
+    arguments = parse_arguments(command_line)
+    try:
+        texts = read_prompts(arguments)
+        session = Session(arguments)
+        if not texts:
+            return ask(session)
+        results, interrupted = session.answer(texts)
+        if arguments.json:
+            print(json.dumps(results, indent=2))
+        return INTERRUPTED if interrupted else 0
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except ValueError as error:  # settings, prompts, tokenizers and options: all say what to do
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"error: reading or writing failed: {error}", file=sys.stderr)
+        return 4
+
+
+if __name__ == "__main__":
+    sys.exit(main())
