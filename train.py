@@ -52,12 +52,13 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 def share_the_cores() -> None:
     """Threads = cores / ranks on this machine, unless the user chose. Must come before torch is imported.
 
-    Idle threads sleep instead of spinning: beside any other busy process, spinning ones make a step
+    Idle threads spin for a moment only, then sleep: beside any other busy process, spinning ones make a step
     several times slower.
     """
     ranks = int(os.environ.get("LOCAL_SIZE", "1"))
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
 def main(command_line: list[str] | None = None) -> int:

@@ -4,6 +4,7 @@
     python tools/benchmark.py step        a training step: do skipped FLOPs become saved time?
     python tools/benchmark.py memory      the peak of a training step
     python tools/benchmark.py dispatch    expert parallelism: bytes sent and time, 2 and 4 ranks
+    python tools/benchmark.py decode      sampling with the cache: tokens per second
 
 The contenders take turns, many times over, so that a busy machine slows all of them alike. A time is the
 median of the repeats; a ratio is the median of the ratios within a turn, with the middle half of them.
@@ -13,23 +14,22 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from pathlib import Path
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch, as in train.py
 COMMANDS = {
     "layer": "one expert layer beside its peers and the dense limit; --grow: with more tokens and experts",
     "step": "a training step of MoE and MoDE models, and a depth-routed block beside a full one",
     "memory": "the peak memory of a training step",
     "dispatch": "expert parallelism beside deepspeed.moe.layer.MoE",
+    "decode": "sampling with the cache, models with and without routing",
 }
 
 
 def main(arguments: list[str] | None = None) -> int:
-    from benchmarks import dispatch, layer, memory, step
+    from benchmarks import decode, dispatch, layer, memory, step
 
-    modules = {"layer": layer, "step": step, "memory": memory, "dispatch": dispatch}
+    modules = {"layer": layer, "step": step, "memory": memory, "dispatch": dispatch, "decode": decode}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     for name, about in COMMANDS.items():

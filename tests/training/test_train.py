@@ -172,7 +172,7 @@ def test_dry_run_prints_the_resolved_config_and_the_plan_and_writes_nothing(tiny
         (["tensorboard=true"], "tensorboard: is true; it must be a JSON object"),
         (["scheduler=null"], "scheduler: is null; it must be a JSON object"),
         (["tensorboard.job_name=5"], "tensorboard.job_name: is 5"),
-        (["mode.experts.ep_size=2"], "mode.experts.ep_size: is 2; training keeps all experts on every rank"),
+        (["mode.experts.ep_size=2"], "mode.experts.ep_size: is 2, which does not divide the 1 ranks"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )

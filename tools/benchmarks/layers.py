@@ -165,8 +165,10 @@ def with_weights(layer: Layer) -> Layer:
 def training_contender(name: str, layer: nn.Module, x_TD: Tensor) -> Contender:
     """Forward and backward of a layer, to the gradients of its input and weights."""
 
+    direction_TD = torch.randn_like(x_TD)
+
     def run() -> None:
-        layer(x_TD)[0].square().mean().backward()
+        layer(x_TD)[0].backward(direction_TD)
 
     def reset() -> None:
         layer.zero_grad(set_to_none=True)

@@ -138,8 +138,10 @@ def scale_weights(module: nn.Module) -> None:
 
 
 def block_contender(name: str, block: nn.Module, x_BLD: Tensor, call: partial[Any]) -> Contender:
+    direction_BLD = torch.randn_like(x_BLD)
+
     def run() -> None:
-        call()[0].square().mean().backward()
+        call()[0].backward(direction_BLD)
 
     def reset() -> None:
         block.zero_grad(set_to_none=True)
