@@ -57,7 +57,7 @@ def keep_the_share(model: ModeTransformer, ids_BL: torch.Tensor) -> None:
             predicted_BL = model(ids_BL, causal="predictor").routing[layer].depth.predicted_BL
             level = predicted_BL.flatten().quantile(1 - depth.capacity_fraction)
             assert isinstance(block.router, LearnedRouter) and block.router.predictor is not None
-            block.router.predictor.down.bias -= level
+            block.router.predictor.down.bias.sub_(level)
 
 
 class Decoding:
