@@ -26,6 +26,7 @@ setup(
         "tqdm",
     ],
     extras_require={
+        "plots": ["matplotlib>=3.8"],
         "dev": ["pytest>=8", "hypothesis>=6", "ruff", "mypy"],
         # What MegaBlocks 0.10 needs. It pins torch 2.7.0, which we cannot use, so it is installed
         # after this with --no-deps: see docs/gpu.md.

@@ -2,6 +2,7 @@
 
     python tools/benchmark.py layer       one expert layer, its peers, and a dense one of equal FLOPs
     python tools/benchmark.py step        a training step: do skipped FLOPs become saved time?
+    python tools/benchmark.py profile     where the time of a step goes
     python tools/benchmark.py memory      the peak of a training step
     python tools/benchmark.py dispatch    expert parallelism: bytes sent and time, 2 and 4 ranks
     python tools/benchmark.py decode      sampling with the cache: tokens per second
@@ -20,6 +21,7 @@ from pathlib import Path
 COMMANDS = {
     "layer": "one expert layer beside its peers and the dense limit; --grow: with more tokens and experts",
     "step": "a training step of MoE and MoDE models, and a depth-routed block beside a full one",
+    "profile": "where the time of a training step goes; --plot draws it",
     "memory": "the peak memory of a training step",
     "dispatch": "expert parallelism beside deepspeed.moe.layer.MoE",
     "decode": "sampling with the cache, models with and without routing",
@@ -27,9 +29,12 @@ COMMANDS = {
 
 
 def main(arguments: list[str] | None = None) -> int:
-    from benchmarks import decode, dispatch, layer, memory, step
+    from benchmarks import decode, dispatch, layer, memory, profile, step
 
-    modules = {"layer": layer, "step": step, "memory": memory, "dispatch": dispatch, "decode": decode}
+    modules = {
+        **{"layer": layer, "step": step, "profile": profile},
+        **{"memory": memory, "dispatch": dispatch, "decode": decode},
+    }
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     for name, about in COMMANDS.items():

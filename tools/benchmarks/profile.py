@@ -1,0 +1,92 @@
+"""Where the time of a training step goes, by kind of work, for MoE and MoDE models. `--plot` draws it."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from typing import Any
+
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks import models
+from benchmarks.step import Model, settings
+from mode.training.engine import start_process_group
+
+# By the names of torch's operators; the first that fits counts, what fits none is "the rest".
+KINDS: dict[str, tuple[str, ...]] = {
+    "matrix products": ("aten::mm", "aten::addmm", "aten::bmm", "aten::_grouped_mm"),
+    "attention": ("scaled_dot_product",),
+    "optimizer": ("_fused_adam", "aten::_foreach", "aten::addcdiv", "aten::addcmul", "aten::sqrt"),
+    "moving rows": ("index", "gather", "scatter", "embedding", "sort", "aten::cat", "aten::copy_", "aten::bincount"),
+    "elementwise": (
+        *("aten::mul", "aten::add", "aten::div", "aten::sub", "aten::silu", "aten::pow", "aten::rsqrt", "aten::mean"),
+        *("aten::sum", "aten::fill_", "aten::zero_", "softmax", "aten::neg", "aten::exp"),
+    ),
+}
+COLOURS = ("#0072B2", "#56B4E9", "#CC79A7", "#E69F00", "#009E73", "#999999")  # told apart without seeing colour well
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    models.add_arguments(parser)
+    parser.add_argument("--plot", metavar="FILE.png", help="draw the table as bars (needs matplotlib)")
+
+
+def kind_of(operator: str) -> str:
+    return next((kind for kind, parts in KINDS.items() if any(part in operator for part in parts)), "the rest")
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    start_process_group()
+    rows = []
+    for name in models.VARIANTS:
+        model = Model(name, options)
+        model.step()  # warms up
+        steps: list[dict[str, float]] = []
+        for _ in range(options.repeats):
+            with profile(activities=[ProfilerActivity.CPU]) as profiler:
+                model.step()
+            seconds = dict.fromkeys([*KINDS, "the rest"], 0.0)
+            for event in profiler.key_averages():
+                seconds[kind_of(event.key)] += event.self_cpu_time_total / 1e6
+            steps.append(seconds)
+        rows.append({"model": name, "seconds": {kind: statistics.median(s[kind] for s in steps) for kind in steps[0]}})
+    figures = {"profile": rows, "options": settings(options)}
+    if options.plot:
+        draw(figures, options.plot)
+    return figures
+
+
+def draw(figures: dict[str, Any], path: str) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(9, 3.2), layout="constrained")
+    rows = figures["profile"][::-1]
+    left = [0.0] * len(rows)
+    for kind, colour in zip(rows[0]["seconds"], COLOURS, strict=True):
+        widths = [row["seconds"][kind] for row in rows]
+        axes.barh([row["model"] for row in rows], widths, left=left, label=kind, color=colour, edgecolor="white")
+        left = [a + b for a, b in zip(left, widths, strict=True)]
+    axes.set_xlabel("seconds of a training step")
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=len(COLOURS), frameon=False, fontsize=8)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=150)
+
+
+def table(figures: dict[str, Any]) -> str:
+    options, rows = figures["options"], figures["profile"]
+    kinds = list(rows[0]["seconds"])
+    lines = [
+        f"Milliseconds of a training step, {options['layers']} layers, width {options['width']}, {options['experts']} "
+        f"experts, {options['tokens']} tokens, fp32; median of {options['repeats']} profiled steps.",
+        "",
+        "| model | " + " | ".join(kinds) + " | all |",
+        "|---" * (len(kinds) + 2) + "|",
+    ]
+    for row in rows:
+        values = list(row["seconds"].values())
+        cells = [f"{value * 1e3:.0f}" for value in [*values, sum(values)]]
+        lines.append(f"| {row['model']} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
