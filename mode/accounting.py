@@ -379,9 +379,8 @@ def block_activation_bytes(config: ModeConfig, layer: int, counts: BlockCounts, 
     if experts is None:
         elements += 4 * tokens * model.ffn_width  # gate, up, silu(gate) and their product
     else:
-        elements += counts.processed * (2 * model.width + 4 * experts.width)  # the same, and input and output
+        elements += counts.processed * (2 * model.width + 2 * experts.width)  # input, output, gate, up: of grouped_mm
         elements += 4 * tokens * experts.num_shared * experts.width
-        fp32_elements += counts.processed * model.width  # the output times its gate
         fp32_elements += 2 * tokens * experts.num_columns  # logits and scores
         fp32_elements += tokens * model.width if element_size < FP32 else 0  # the router's input
     return elements * element_size + fp32_elements * FP32
