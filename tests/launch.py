@@ -7,13 +7,14 @@ import json
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from mode.training.local_ranks import free_port
 
 ROOT = Path(__file__).parent.parent
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -106,9 +107,7 @@ class Job:
 
 def start(arguments: list[str], log: Path, ranks: int = 1, before: Callable[[], None] | None = None) -> Job:
     """Starts `train.py` on `ranks` processes; `before` runs first in each of them."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     processes, logs = [], []
     for rank in range(ranks):
         environment = {

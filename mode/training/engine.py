@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import logging
 import os
-import socket
 import sys
 from datetime import timedelta
 from functools import partial
@@ -27,6 +26,7 @@ from mode.model.transformer import ModeTransformer
 from mode.moe.backends import PREFERENCE, choose_backend
 from mode.moe.parallel import ParallelMoELayer
 from mode.section import ConfigError, show
+from mode.training.local_ranks import free_port
 from mode.training.refusals import refuse_what_is_wrong
 from mode.training.watchdog import Watchdog
 
@@ -49,10 +49,7 @@ def start_process_group(watchdog: Watchdog | None = None) -> None:
     # On CPUs DeepSpeed would compile a shared-memory all-reduce at the first start: a run needs no compiler.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if "RANK" not in os.environ:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        alone = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        alone = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
         os.environ.update({name: str(value) for name, value in alone.items()})
     get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))  # collectives before the engine exists need it too
     address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"

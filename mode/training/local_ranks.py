@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
+import random
 import socket
 import tempfile
 import time
@@ -57,9 +59,11 @@ def run_on_ranks(
 
 
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port: int = probe.getsockname()[1]
-        return port
+    """A port that nobody listens on, and that the system does not hand out by itself before it is used."""
+    while True:
+        port = random.SystemRandom().randrange(12000, 32000)  # below the range of ports that are given to clients
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 def _main(
