@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from mode.accounting import expert_capacity
 from mode.layers import SwiGLU
+from mode.moe.dispatch import Rows, gather_rows, inverse, sum_rows
 from mode.moe.layer import MoELayer
 from mode.moe.router import largest_columns, within_capacity
 from tests import reference
@@ -232,3 +233,16 @@ def test_every_choice_is_processed_or_no_op_or_dropped(num_tokens, top_k, no_ops
         assert dropped == int((routing.choice_counts_J()[:4] - limit).clamp(min=0).sum())
     else:
         assert dropped == 0
+
+
+def test_a_tokens_rows_in_bfloat16_are_summed_before_they_are_rounded() -> None:
+    """Forward and backward: torch's own sum of bfloat16 rows is not."""
+    generator = torch.Generator().manual_seed(0)
+    x_RD = (4 * torch.randn(60, 16, generator=generator)).bfloat16()
+    order_R = torch.randperm(60, generator=generator)
+    rows = Rows(tokens_R=inverse(order_R) // 3, rows_R=order_R, starts_T=torch.arange(0, 60, 3))
+    expected_TD = x_RD[order_R].float().view(20, 3, 16).sum(dim=1).bfloat16()
+    assert torch.equal(sum_rows(x_RD, torch.ones(60), rows), expected_TD)
+    x_TD = torch.zeros(20, 16, dtype=torch.bfloat16, requires_grad=True)
+    gather_rows(x_TD, rows).backward(x_RD)
+    assert torch.equal(x_TD.grad, expected_TD)
