@@ -163,4 +163,5 @@ def test_every_launch_command_names_only_flags_that_exist(path, capsys):
 
 
 def test_the_slurm_script_is_valid_bash():
-    subprocess.run(["bash", "-n", SBATCH], check=True)
+    done = subprocess.run(["bash", "-n", SBATCH], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")

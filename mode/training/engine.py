@@ -33,6 +33,16 @@ from mode.training.watchdog import Watchdog
 MONITORS = ("tensorboard", "csv_monitor", "wandb", "comet")
 TIMEOUT_MARGIN = 60  # seconds by which a collective's own limit is longer than the watchdog's, which tells more
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+# DeepSpeed checks its settings by whatever exception comes first; all of these were seen for a wrong value.
+WRONG_SETTING = (
+    DeepSpeedConfigError,
+    ValueError,
+    TypeError,
+    AssertionError,
+    AttributeError,
+    KeyError,
+    NotImplementedError,
+)
 WARMUP_SHARE = 0.1  # of the steps, where the scheduler's warm-up is "auto"
 
 
@@ -135,11 +145,7 @@ def build_engine(run: RunConfig, model: ModeTransformer, world_size: int, univer
         raise ConfigError("optimizer", f"is {show(settings.get('optimizer'))}; it must be {legal}")
     try:
         engine, _, _, _ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=settings)
-    # DeepSpeed checks its settings by whatever exception comes first; all of these were seen for a wrong value.
-    except (
-        *(ValueError, TypeError, AssertionError, AttributeError, KeyError, NotImplementedError),
-        DeepSpeedConfigError,
-    ) as error:
+    except WRONG_SETTING as error:
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise ConfigError("deepspeed", f"DeepSpeed refused its part of the configuration: {reason}") from error
     return engine
