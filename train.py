@@ -13,6 +13,8 @@ import os
 import sys
 from pathlib import Path
 
+from mode.host import keep_freed_memory, share_the_cores
+
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -49,21 +51,10 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def share_the_cores() -> None:
-    """Threads = cores / ranks on this machine, unless the user chose. Must come before torch is imported.
-
-    Idle threads spin for a moment only, then sleep: beside any other busy process, spinning ones make a step
-    several times slower.
-    """
-    ranks = int(os.environ.get("LOCAL_SIZE", "1"))
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-
-
 def main(command_line: list[str] | None = None) -> int:
     arguments = parse_arguments(command_line)
     share_the_cores()
+    keep_freed_memory()
     from mode.config_file import override, read_json, run_config_from_dict
     from mode.section import ConfigError
 

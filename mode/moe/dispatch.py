@@ -118,7 +118,7 @@ class _SumRows(torch.autograd.Function):
         x_RD, gates_R = ctx.saved_tensors
         grad_RD = grad_TD.index_select(0, ctx.rows.tokens_R)
         grad_gates_R = (at_least_float32(grad_RD) * x_RD).sum(dim=1)
-        return (grad_RD * gates_R.unsqueeze(1)).to(x_RD.dtype), grad_gates_R.to(gates_R.dtype), None
+        return grad_RD.mul_(gates_R.unsqueeze(1)), grad_gates_R.to(gates_R.dtype), None
 
 
 class _Permute(torch.autograd.Function):

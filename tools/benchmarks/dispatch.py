@@ -23,6 +23,7 @@ from benchmarks.layers import (
 from benchmarks.turns import ratio, show_ratio, take_turns
 from mode import accounting
 from mode.accounting import BlockCounts
+from mode.host import keep_freed_memory
 from mode.training.engine import start_process_group
 from mode.training.local_ranks import run_on_ranks
 
@@ -35,6 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def dispatch_on_a_rank(sizes: Sizes, shares: list[float], repeats: int) -> list[dict[str, Any]]:
     """Bytes and times of one expert layer, forward and backward, ours and DeepSpeed's own, for every no-op share."""
+    keep_freed_memory()
     start_process_group()
     torch.set_num_threads(1)
     rank = distributed.get_rank()

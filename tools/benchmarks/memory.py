@@ -15,6 +15,7 @@ import torch
 
 from benchmarks import models
 from benchmarks.step import settings
+from mode.host import keep_freed_memory
 from mode.training.engine import start_process_group
 from mode.training.local_ranks import run_on_ranks
 
@@ -26,6 +27,7 @@ add_arguments = models.add_arguments
 
 def peak_of_steps(name: str, options: argparse.Namespace) -> float:
     """Bytes; two steps, because the second has the optimizer's state beside everything else."""
+    keep_freed_memory()
     start_process_group()
     run = models.run_config("moe" if name == NATIVE else name, options)
     model = models.native_model(run, options.tokens) if name == NATIVE else models.ModeTransformer(run.mode)
