@@ -32,7 +32,7 @@ def rank_correlation(first: ArrayLike, second: ArrayLike) -> float | None:
 
 def router_weights(found: Survey) -> dict[int, NDArray[np.float64]]:
     """The sigmoid of the depth routers' logits by layer, all tokens in one list."""
-    return {layer: 1 / (1 + np.exp(-logits.astype(np.float64).ravel())) for layer, logits in found.logits.items()}
+    return {layer: (1 + np.tanh(logits.astype(np.float64).ravel() / 2)) / 2 for layer, logits in found.logits.items()}
 
 
 def depth_figures(config: ModeConfig, passes: Mapping[str, Survey], shown: str) -> dict[str, Any] | None:

@@ -12,6 +12,8 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 from numpy.typing import NDArray
 
+from mode.generation.show import ink
+
 BLUE, ORANGE, GREEN, GREY = "#0072B2", "#E69F00", "#009E73", "#BBBBBB"
 MARKERS = {"top_k": ("o", "black"), "predictor": ("^", ORANGE), "router": ("s", GREEN)}
 NAMES = {"top_k": "top-k", "predictor": "predictor", "router": "router logit"}
@@ -166,10 +168,9 @@ def expert_load(experts: dict[str, Any], title: str) -> Figure:
     figure.colorbar(image, ax=left, label="load beside an even one (1 = even)", pad=0.01)
     if num_experts <= MOST_NUMBERS:
         for (layer, expert), value in np.ndenumerate(load_XE / even_X1):
-            dark = image.norm(value) > 0.6
-            left.text(
-                expert, layer, f"{value:.2f}", ha="center", va="center", fontsize=8, color="white" if dark else "black"
-            )
+            red, green, blue, _ = (int(part) for part in image.to_rgba(value, bytes=True))
+            letters = "white" if ink((red, green, blue)) == (255, 255, 255) else "black"
+            left.text(expert, layer, f"{value:.2f}", ha="center", va="center", fontsize=8, color=letters)
     left.set(xlabel="real expert", ylabel="block", title=title)
     left.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=16))
     left.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=16))
@@ -180,9 +181,9 @@ def expert_load(experts: dict[str, Any], title: str) -> Figure:
         right.axvline(1 - experts["no_op_fraction"], color="black", linestyle="--", linewidth=1, label="target")
     for place, block in enumerate(blocks.values()):
         shown = "-" if block["imbalance"] is None else f"{block['imbalance']:.2f}"
-        right.text(1.16, place, shown, ha="center", va="center", fontsize=9)
-    right.set(xlim=(0, 1.3), xlabel="share of the choices", title="Choices of each block, and its load imbalance")
-    right.set_xticks([0, 0.25, 0.5, 0.75, 1, 1.16], ["0%", "25%", "50%", "75%", "100%", "max/mean"])
+        right.text(1.22, place, shown, ha="center", va="center", fontsize=9)
+    right.set(xlim=(0, 1.4), xlabel="share of the choices", title="Choices of each block, and its load imbalance")
+    right.set_xticks([0, 0.25, 0.5, 0.75, 1, 1.22], ["0%", "25%", "50%", "75%", "100%", "max/mean"])
     right.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside lower right", ncols=3, frameon=False)
     return figure

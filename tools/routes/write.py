@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import io
 import json
+import struct
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
-from torch.utils.tensorboard import SummaryWriter
+from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from mode.config import ModeConfig
 from mode.model.pretrained import WEIGHTS
@@ -41,11 +44,11 @@ def write_report(
     default = source.with_name(source.name + "_routing") if run is None else run / "routing"
     folder = default if output is None else output
     folder.mkdir(parents=True, exist_ok=True)
-    drawn = draw(config, report, shown)
-    pictures = {name: (to_png(figure), about) for name, (figure, about) in drawn.items()}
-    for name, (png, _) in pictures.items():
+    pictures = {name: (to_png(figure), about) for name, (figure, about) in draw(config, report, shown).items()}
+    pngs = {name: png for name, (png, _) in pictures.items()}
+    for name, png in pngs.items():
         (folder / f"{name}.png").write_bytes(png)
-    board = to_tensorboard(board_folder(run), step_of(source), drawn) if run is not None and tensorboard else None
+    board = to_tensorboard(board_folder(run), step_of(source), pngs) if run is not None and tensorboard else None
     report = report | {
         "output": str(folder),
         "pictures": [f"{name}.png" for name in pictures],
@@ -82,9 +85,8 @@ def draw(config: ModeConfig, report: dict[str, Any], shown: Survey) -> Pictures:
         held = config.depth is not None and config.depth.aux_loss is not None
         drawn["router_weights"] = (
             plots.router_weights(report["depth"], f"Router weights of all routed blocks{by}"),
-            "Router weights, and the share of them above 0.5 beside the tokens kept. "
-            + ("depth.aux_loss" if held else "Only an auxiliary loss (depth.aux_loss, not set here)")
-            + " holds the share above 0.5 at the capacity.",
+            "Router weights, and the share of them above 0.5 beside the tokens kept. depth.aux_loss, which holds that "
+            f"share at the capacity, is {'set' if held else 'not set here'}.",
         )
     if report["entropy"]["by"]:
         drawn["entropy"] = (
@@ -111,16 +113,17 @@ def board_folder(run: Path) -> Path:
     return run / "routing"
 
 
-def to_tensorboard(folder: Path, step: int, drawn: Pictures) -> Path:
+def to_tensorboard(folder: Path, step: int, pngs: dict[str, bytes]) -> Path:
     """A later report of the same step replaces the earlier one."""
     suffix = f".step_{step}"
     for old in folder.glob(f"events.out.tfevents.*{suffix}"):
         old.unlink()
-    writer = SummaryWriter(str(folder), filename_suffix=suffix)
-    for name, (figure, _) in drawn.items():
-        canvas = FigureCanvasAgg(figure)
-        canvas.draw()
-        writer.add_image(f"routing/{name}", np.asarray(canvas.buffer_rgba())[..., :3], step, dataformats="HWC")
+    writer = EventFileWriter(str(folder), filename_suffix=suffix)
+    for name, png in pngs.items():
+        width, height = struct.unpack(">II", png[16:24])  # of the header that opens every PNG file
+        image = Summary.Image(width=width, height=height, colorspace=4, encoded_image_string=png)
+        summary = Summary(value=[Summary.Value(tag=f"routing/{name}", image=image)])
+        writer.add_event(Event(wall_time=time.time(), step=step, summary=summary))
     writer.close()
     return folder
 
