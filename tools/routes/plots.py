@@ -36,9 +36,10 @@ def decisions(work_XL: NDArray[np.float64], top_k: int | None, has_no_ops: bool,
     if top_k is None or not has_no_ops:
         entries = [(1.0, "processed by the block")]
     else:
-        shares = [(k, 0.5 + 0.5 * k / top_k) for k in range(1, top_k + 1)]
-        entries = [(0.5, "attention, no expert (no-op)" if top_k == 1 else "attention, no-ops only")]
-        entries += [(level, f"attention and {'an expert' if top_k == 1 else f'{k} experts'}") for k, level in shares]
+        entries = [(0.5, "attention, no-op" if top_k == 1 else "attention, no-ops only")]
+        for k in range(1, top_k + 1):
+            words = "an expert" if k == top_k == 1 else f"{k} of {top_k} experts"
+            entries.append((0.5 + 0.5 * k / top_k, f"attention and {words}"))
     if (work_XL == 0).any():
         entries.insert(0, (0.0, "skipped the block"))
     patches = [
@@ -77,6 +78,7 @@ def router_weights(depth: dict[str, Any], title: str) -> Figure:
         ylabel="share of the router weights",
         title=title,
     )
+    left.set_ylim(0, left.get_ylim()[1] * 1.2)  # room for the legend
     left.yaxis.set_major_formatter(PercentFormatter(1))
     left.legend(framealpha=1, edgecolor="white", loc="upper right", fontsize=9)
     _block_shares(right, depth)
@@ -124,36 +126,36 @@ WORK_NAMES = {
 
 
 def entropy(relations: dict[str, Any], title: str) -> Figure:
-    """Boxes of the middle half, for every amount of work; the number of tokens stands above."""
-    figure = Figure(figsize=(6.2 * len(relations), 4.6), layout="constrained")
+    """For every amount of work the middle half of the tokens; their number n stands above."""
+    figure = Figure(figsize=(6.2 * len(relations), 4.8), layout="constrained")
     figure.suptitle(title)
-    for axes, (name, relation) in zip(
-        figure.subplots(1, len(relations), squeeze=False)[0], relations.items(), strict=True
-    ):
+    panels = figure.subplots(1, len(relations), squeeze=False)[0]
+    for axes, (name, relation) in zip(panels, relations.items(), strict=True):
         groups = relation["groups"]
         counts = np.array([group["count"] for group in groups])
         low, middle, high = np.array([group["quartiles"] for group in groups]).T
+        means = np.array([group["mean"] for group in groups])
         axes.bar(
             counts, high - low, 0.7, bottom=low, color="#A6CEE3", edgecolor=BLUE, label="middle half of the tokens"
         )
         axes.hlines(middle, counts - 0.35, counts + 0.35, color=BLUE, linewidth=2.5, label="median")
-        means = [group["mean"] for group in groups]
         axes.plot(counts, means, "D", color=ORANGE, markeredgecolor="black", label="mean")
-        top = max(high.max(), max(means)) * 1.08
+        bottom, top = min(low.min(), means.min()), max(high.max(), means.max())
+        span, crowded = max(top - bottom, 1e-3), len(groups) > 9
         for group in groups:
-            words, steep = f"n={group['tokens']:,}", 90 if len(groups) > 9 else 0
-            axes.text(group["count"], top, words, ha="center", va="bottom", fontsize=8, rotation=steep)
+            place = (group["count"], top + 0.06 * span)
+            axes.text(*place, f"n={group['tokens']:,}", ha="center", fontsize=8, rotation=90 if crowded else 0)
         correlation = relation["rank_correlation"]
         shown = "undefined" if correlation is None else f"{correlation:+.3f}"
         axes.set(
             xlabel=WORK_NAMES[name],
             ylabel="entropy of the next token (nats)",
             title=f"rank correlation {shown}",
-            ylim=(0, top * (1.2 if len(groups) > 9 else 1.08)),
+            ylim=(max(0, bottom - 0.1 * span), top + (0.3 if crowded else 0.14) * span),
         )
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axes.legend(frameon=False, loc="lower right", fontsize=9)
         axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
     return figure
 
 
@@ -165,7 +167,7 @@ def expert_load(experts: dict[str, Any], title: str) -> Figure:
     figure = Figure(figsize=(12, 1.9 + 0.36 * len(blocks)), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=(3, 2), sharey=True)
     image = left.imshow(load_XE / even_X1, aspect="auto", origin="lower", cmap="YlGnBu", vmin=0)
-    figure.colorbar(image, ax=left, label="load beside an even one (1 = even)", pad=0.01)
+    figure.colorbar(image, ax=left, label="load / even load", pad=0.01)
     if num_experts <= MOST_NUMBERS:
         for (layer, expert), value in np.ndenumerate(load_XE / even_X1):
             red, green, blue, _ = (int(part) for part in image.to_rgba(value, bytes=True))
@@ -176,7 +178,8 @@ def expert_load(experts: dict[str, Any], title: str) -> Figure:
     left.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=16))
     places, no_op = np.arange(len(blocks)), np.array([block["no_op_share"] for block in blocks.values()])
     right.barh(places, 1 - no_op, color=BLUE, edgecolor="white", label="real experts")
-    right.barh(places, no_op, left=1 - no_op, color=GREY, hatch="//", edgecolor="white", label="no-ops")
+    if experts["num_no_ops"]:
+        right.barh(places, no_op, left=1 - no_op, color=GREY, hatch="//", edgecolor="white", label="no-ops")
     if experts["no_op_fraction"]:
         right.axvline(1 - experts["no_op_fraction"], color="black", linestyle="--", linewidth=1, label="target")
     for place, block in enumerate(blocks.values()):
