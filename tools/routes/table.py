@@ -1,0 +1,75 @@
+"""The numbers of a report as text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mode.training.console import table
+
+NAMES = {"top_k": "top-k", "predictor": "predictor", "router": "router logit"}
+
+
+def render(report: dict[str, Any]) -> str:
+    rows = [
+        ("model", report["model"]),
+        ("text", f"{report['sequences']} held-out sequences of {report['sequence_length']} tokens"),
+    ]
+    depth, experts, leaked = report["depth"], report["experts"], report["leak"]
+    if depth is None:
+        rows.append(("loss", f"{report['loss']['top_k']:.4f} nats per token"))
+    else:
+        rows.append(("shown", f"decisions by {NAMES[report['shown']]}"))
+        for name, loss in report["loss"].items():
+            rows.append(
+                (f"loss, {NAMES[name]}", f"{loss:.4f} nats per token" + ", sees the future" * (name == "top_k"))
+            )
+        if depth["above_half"] is not None:
+            share, capacity = depth["above_half"], depth["capacity_fraction"]
+            rows.append(("router weights", f"{share:.1%} above 0.5 (capacity {capacity:.1%})"))
+    names = {"blocks": "blocks entered", "real_choices": "real choices"}
+    for name, relation in report["entropy"]["by"].items():
+        value = relation["rank_correlation"]
+        shown = "undefined: always the same number" if value is None else f"{value:+.3f}"
+        rows.append((f"rank correlation of {names[name]} with entropy", f"{shown} over {relation['tokens']:,} tokens"))
+    spent = report["flops_per_token"]
+    rows.append(("forward FLOPs per token", f"{spent['mean']:.4g} ({spent['min']:.4g} to {spent['max']:.4g})"))
+    if leaked is not None:
+        error = leaked["standard_error"]
+        spread = "" if error is None else f" +- {error:.4f}"
+        causal = ", ".join(f"{NAMES[name]} {loss:.4f}" for name, loss in leaked["causal_full"].items())
+        number = f"{len(leaked['positions'])} positions of {leaked['sequences']} sequences"
+        rows += [
+            ("leak of top-k routing", f"{leaked['leak']:+.4f}{spread} nats per token, at {number}"),
+            ("  loss there", f"whole {leaked['top_k_full']:.4f}, prefix {leaked['top_k_prefix']:.4f}, {causal}"),
+        ]
+    rows.append(("written to", report["output"]))
+    if report["tensorboard"] is not None:
+        rows.append(("for TensorBoard", report["tensorboard"]))
+    parts = [table(rows)]
+    if depth is not None and depth["blocks"]:
+        header = ["block", *(f"kept, {NAMES[name]}" for name in report["loss"]), "router weight above 0.5"]
+        cells = [
+            [layer, *(f"{share:.1%}" for share in block["kept"].values()), f"{block['above_half']:.1%}"]
+            for layer, block in depth["blocks"].items()
+        ]
+        parts.append(_columns(header, cells))
+    if experts is not None:
+        header = ["block", "real choices", "no-op choices", "load imbalance (max/mean)"]
+        cells = [
+            [
+                layer,
+                f"{1 - block['no_op_share']:.1%}",
+                f"{block['no_op_share']:.1%}",
+                "-" if block["imbalance"] is None else f"{block['imbalance']:.2f}",
+            ]
+            for layer, block in experts["blocks"].items()
+        ]
+        parts.append(_columns(header, cells))
+    return "\n\n".join(parts)
+
+
+def _columns(header: list[str], rows: list[list[str]]) -> str:
+    return "\n".join(
+        "  " + "  ".join(f"{cell:>{len(title)}}" for cell, title in zip(row, header, strict=True))
+        for row in [header, *rows]
+    )

@@ -1,0 +1,181 @@
+"""What a model's routers decided on held-out text: numbers, pictures and a page with the text in colours.
+
+    python tools/routing.py runs/mode
+    python tools/routing.py runs/mode/checkpoints/step_00000200 --sequences 16
+    python tools/routing.py exported/mode --causal predictor --output report
+
+Writes routing.json (all numbers), PNG files and routing.html (one file, text coloured by compute spent) into the
+folder `routing` of the run, or beside an exported folder, and the pictures for TensorBoard beside the run's own events.
+The decisions shown are those of top-k routing, as in training, or of --causal. The leak is what top-k routing gains
+from seeing the future: the loss at a position given its prefix alone, less that given the whole sequence. Needs
+matplotlib.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mode.config import ModeConfig
+
+
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="routing.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", metavar="RUN", help="a run directory, a folder named step_N or an exported folder")
+    parser.add_argument("--step", type=int, metavar="N", help="the checkpoint of that step, given a run directory")
+    parser.add_argument("--sequences", type=int, metavar="N", help="default: mode.train.eval_sequences, as in training")
+    parser.add_argument("--batch_size", type=int, default=8, metavar="N", help="sequences at a time (default: 8)")
+    parser.add_argument(
+        "--causal",
+        choices=("top_k", "predictor", "router"),
+        default="top_k",
+        help="whose decisions are shown: top_k, as in training (default), or what a token can decide by alone",
+    )
+    parser.add_argument(
+        "--leak",
+        type=int,
+        default=8,
+        metavar="N",
+        help="positions per sequence at which the leak of depth routing is measured (default: 8; 0: not at all)",
+    )
+    parser.add_argument("--texts", type=int, default=4, metavar="N", help="sequences shown in colour (default: 4)")
+    parser.add_argument("--output", metavar="DIR", help="default: RUN/routing, or EXPORTED_routing beside the folder")
+    parser.add_argument("--no_tensorboard", action="store_true", help="write no pictures for TensorBoard")
+    parser.add_argument("--device", default="cpu", help="default: cpu")
+    parser.add_argument("--json", action="store_true", help="print the numbers as JSON")
+    return parser.parse_args(arguments)
+
+
+def check(arguments: argparse.Namespace) -> None:
+    import importlib.util
+
+    import torch
+
+    from mode.section import ConfigError
+
+    for name, least in (("sequences", 1), ("batch_size", 1), ("leak", 0), ("texts", 0)):
+        value = getattr(arguments, name)
+        if value is not None and value < least:
+            raise ConfigError(f"--{name}", f"is {value}; it must be at least {least}")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError(
+            "matplotlib", 'is not installed; pip install "deepspeed-mode[plots]", or pip install matplotlib'
+        )
+    try:
+        torch.empty(0, device=arguments.device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError("--device", f"is {arguments.device!r}, which torch refuses: {reason}; try cpu") from None
+
+
+def passes_of(config: ModeConfig, shown: str, source: Path) -> dict[str, bool | str]:
+    """The ways of routing to look at, as arguments of the model's forward."""
+    from mode.section import ConfigError
+
+    if config.depth is None and config.experts is None:
+        raise ConfigError(
+            "RUN", f"{source} is a dense model: it has neither experts nor depth routing, so there is nothing to see"
+        )
+    passes: dict[str, bool | str] = {"top_k": False}
+    if config.depth is not None:
+        passes |= {method: method for method in config.depth.causal_methods}
+    if shown not in passes:
+        raise ConfigError("--causal", f'is "{shown}"; this model decides by {" or ".join(passes)}')
+    return passes
+
+
+def make_report(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Does it, and returns the numbers to print."""
+    import torch
+    from routes import figures, leak
+    from routes.survey import survey, token_flops
+    from routes.write import write_report
+    from tqdm import tqdm
+
+    from mode.data import prepare_data, spread_rows, validation_batches
+    from mode.section import ConfigError
+    from mode.training.load import load_model
+
+    check(arguments)
+    loaded = load_model(Path(arguments.model), arguments.step, device=arguments.device)
+    config, device = loaded.model.config, torch.device(arguments.device)
+    passes = passes_of(config, arguments.causal, loaded.source)
+    data = prepare_data(config)
+    if not data.tokenizer.same_as(loaded.tokenizer):
+        raise ConfigError(
+            "mode.data",
+            f"the text at {data.source} gives another tokenizer than the model was trained with: it has changed since; "
+            "look at the routing where the original text is",
+        )
+    rows = spread_rows(data.validation.rows, arguments.sequences or config.train.eval_sequences)
+    end_of_text = data.tokenizer.end_of_text if config.data.document_masking else None
+    batches = list(validation_batches(rows, batch_size=min(arguments.batch_size, len(rows)), end_of_text=end_of_text))
+    positions = leak.spread_positions(arguments.leak, rows.shape[1]) if arguments.leak and config.depth else []
+    total = len(batches) * (len(passes) + len(positions))
+    with tqdm(total=total, desc="routing", unit="batch", leave=False, disable=None) as bar:
+        found = {
+            name: survey(loaded.model, batches, causal=causal, device=device, advance=bar.update)
+            for name, causal in passes.items()
+        }
+        leaked = None
+        if positions:
+            prefix = leak.prefix_losses(
+                loaded.model, batches, positions, causal=False, device=device, advance=bar.update
+            )
+            leaked = leak.leak_figures(positions, prefix, {name: each.losses_NL for name, each in found.items()})
+    shown = found[arguments.causal]
+    flops_NL = token_flops(config, shown)
+    report = {
+        "model": str(loaded.source),
+        "description": config.description,
+        "sequences": len(rows),
+        "sequence_length": config.model.sequence_length,
+        "shown": arguments.causal,
+        "loss": {name: float(each.losses_NL.mean()) for name, each in found.items()},
+        "depth": figures.depth_figures(config, found, arguments.causal),
+        "experts": figures.expert_figures(config, shown),
+        "entropy": figures.entropy_figures(config, shown),
+        "flops_per_token": {name: float(getattr(flops_NL, name)()) for name in ("mean", "min", "max")},
+        "leak": leaked,
+    }
+    return write_report(
+        report,
+        loaded,
+        shown,
+        flops_NL,
+        output=None if arguments.output is None else Path(arguments.output),
+        tensorboard=not arguments.no_tensorboard,
+        num_texts=arguments.texts,
+    )
+
+
+def main(command_line: list[str] | None = None) -> int:
+    arguments = parse_arguments(command_line)
+    from mode.data import DataError
+    from mode.section import ConfigError
+
+    try:
+        report = make_report(arguments)
+    except (ConfigError, DataError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"error: reading or writing failed: {error}", file=sys.stderr)
+        return 4
+    if arguments.json:
+        print(json.dumps(report, indent=1))
+    else:
+        from routes.table import render
+
+        print(render(report))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
