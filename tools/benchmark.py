@@ -30,6 +30,7 @@ COMMANDS = {
 
 def main(arguments: list[str] | None = None) -> int:
     from benchmarks import decode, dispatch, layer, memory, profile, step
+
     from mode.host import keep_freed_memory
 
     modules = {
