@@ -26,10 +26,9 @@ from numpy.typing import NDArray
 from mode import __version__, accounting
 from mode.config import ModeConfig
 from mode.config_file import RunConfig, load_run_config
-from mode.run_files import EVENTS, METRICS, Row, RunError, read_events, read_metrics
+from mode.run_files import EVENTS, METRICS, Row, read_events, read_metrics
+from mode.run_files import RunError as RunError
 from mode.section import ConfigError
-
-__all__ = ["AXES", "Curve", "Run", "RunError", "Variant", "differences", "find_runs", "group_runs", "read_run"]
 
 AXES = ("steps", "tokens", "flops", "seconds")
 TOP_K, CAUSAL = "loss/val", "loss/val_causal"
@@ -160,8 +159,6 @@ def read_run(directory: str | Path) -> Run:
         so_far = f"{len(rows)} logged steps, the last is {rows[-1]['step']}" if rows else "no step is logged"
         first = f"the first is after step {settings.mode.train.eval_every}"
         raise RunError(folder, f"has no evaluations yet ({so_far}); {first} (mode.train.eval_every) or the last step")
-    if settings.mode.depth is not None and not any(CAUSAL in row for row in rows):
-        notes.append(f"depth-routed without {CAUSAL}: its top-k loss sees the future and is no fair comparison")
     return Run(
         directory=folder,
         settings=settings,
