@@ -122,6 +122,13 @@ def test_a_curve_that_is_linear_in_the_logarithm_is_interpolated_exactly(tmp_pat
     assert verdict["outside_spread"] is None and "one seed of b and of a: spread unknown" in verdict["text"]
 
 
+def test_nothing_is_extrapolated(tmp_path):
+    curve = read_run(write_run(tmp_path / "a", lambda flops: 9 - 0.2 * math.log(flops))).curve("loss/val")
+    assert curve.span("flops") == (10e9, 100e9)
+    assert curve.at("flops", 10e9) == 9 - 0.2 * math.log(10e9) and curve.at("flops", 100e9) == curve.loss[-1]
+    assert math.isnan(curve.at("flops", 9.9e9)) and math.isnan(curve.at("flops", 101e9))
+
+
 def test_power_laws_are_interpolated_closely(tmp_path, capsys):
     slow, fast = power_law(2.0, 3.0, 0.5), power_law(2.1, 2.0, 0.4)
     write_run(tmp_path / "slow", slow)
@@ -202,6 +209,7 @@ def test_training_time_has_no_pause_and_no_evaluation(tmp_path):
     values = [{"perf/step_seconds": 2.0}, {"loss/val": 4.0}, {"perf/step_seconds": 1.0}, {"perf/step_seconds": 3.0}, {}]
     write_rows(folder, [a | b for a, b in zip(place, values, strict=True)])
     run = read_run(folder)
+    assert run.curve("loss/val").at("seconds", 12) == 4.0
     assert run.seconds.tolist() == [10, 12, 15, 30, 39]
     assert run.state == "at step 18 of 100: stopped early or still running" and not run.finished
 
@@ -322,7 +330,9 @@ def test_other_tokens_are_compared_by_bytes_and_other_text_is_not_compared(tmp_p
 
     write_run(tmp_path / "c", lambda _: 2.5, **tokens)
     assert "NOT COMPARABLE" in figures(capsys, tmp_path / "a", tmp_path / "c")["verdicts"][0]["text"]
-    assert "bytes per token are unknown" in fails(capsys, tmp_path / "a", "--assert_better", "a", tmp_path / "c")
+    assert "bytes per token are known from checkpoints only" in fails(
+        capsys, tmp_path / "a", "--assert_better", "a", tmp_path / "c"
+    )
 
     write_run(tmp_path / "d", lambda _: 2.5, corpus=counts | {"num_bytes": 5000}, mode__seed=1)
     found = figures(capsys, tmp_path / "a", tmp_path / "d")

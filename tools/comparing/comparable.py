@@ -45,10 +45,9 @@ def judge(runs: Sequence[Run]) -> Comparability:
             unit = BITS
             warnings.append(f"{about}: all losses are shown in bits per byte")
         else:
-            problem = (
-                problem or f"{about}, and bytes per token are known from checkpoints only, which not all runs have"
-            )
-            warnings.append(problem)
+            unknown = f"{about}, and bytes per token are known from checkpoints only, which not all runs have"
+            problem = problem or unknown
+            warnings.append(unknown)
     if rows is not None:
         warnings.append(f"the runs are validated on different rows of the text ({rows}): compare with care")
     return Comparability(unit, warnings, problem)

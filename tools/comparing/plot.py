@@ -59,7 +59,7 @@ def _draw_variant(panel: Any, variant: Variant, axis: str, size: float, common: 
     style = {
         "color": COLOURS[index % len(COLOURS)],
         "linestyle": STYLES[index % len(STYLES)],
-        "marker": MARKERS[index % len(MARKERS)],
+        "marker": MARKERS[(index + index // len(COLOURS)) % len(MARKERS)],  # another one when colours repeat
         "linewidth": 2,
         "markersize": 6,
     }

@@ -91,18 +91,17 @@ _SHORT = {"steps": "steps", "tokens": "tokens", "flops": "FLOPs", "seconds": "ti
 def _costs(figures: Figures) -> Table:
     rows = []
     for variant in figures["variants"]:
-        shares = [_spread(variant[name], ".1%") for name in ("no_op_share", "dropped_share", "kept_share")]
+        shares = ("no_op_share", "dropped_share", "kept_share", "kept_share_causal")
         rows.append(
             [
                 variant["label"],
                 f"{variant['parameters'] / 1e6:,.2f}M",
                 f"{variant['active_parameters'] / 1e6:,.2f}M",
-                _spread(variant["flops_per_token"], ".3e"),
+                _mean(variant["flops_per_token"], ".3e"),
                 _spread(variant["tokens_per_second"], ",.0f"),
                 _spread(variant["step_seconds"], ",.1f", 1e3),
-                _spread(variant["peak_memory_bytes"], ",.2f", 1 / GIB),
-                *shares,
-                _spread(variant["kept_share_causal"], ".1%"),
+                _mean(variant["peak_memory_bytes"], ",.2f", 1 / GIB),
+                *(_mean(variant[name], ".1%") for name in shares),
             ]
         )
     header = ["variant", "parameters", "active", "FLOPs/token", "tokens/s", "step ms", "memory GiB"]
@@ -185,12 +184,14 @@ def _plain(value: float | None, form: str) -> str:
     return "-" if value is None else f"{value:{form}}"
 
 
+def _mean(figure: Figures | None, form: str, factor: float = 1.0) -> str:
+    return "-" if figure is None else f"{figure['mean'] * factor:{form}}"
+
+
 def _spread(figure: Figures | None, form: str, factor: float = 1.0) -> str:
     """A mean, and its standard deviation over seeds."""
-    if figure is None:
-        return "-"
-    mean = f"{figure['mean'] * factor:{form}}"
-    return mean if figure["std"] is None else f"{mean} +- {figure['std'] * factor:{form}}"
+    mean = _mean(figure, form, factor)
+    return mean if figure is None or figure["std"] is None else f"{mean} +- {figure['std'] * factor:{form}}"
 
 
 def _flops(value: float | None) -> str:
