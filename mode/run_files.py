@@ -48,7 +48,7 @@ def read_metrics(directory: Path) -> tuple[list[Row], list[str]]:
 
 
 def _check_row(directory: Path, number: int, row: Any) -> None:
-    known = isinstance(row, dict) and all(_is_number(row.get(name)) for name in POSITION)
+    known = isinstance(row, dict) and all(_is_number(row.get(name)) and row[name] > 0 for name in POSITION)
     if not known or not all(_is_number(value) for value in row.values()):
         raise RunError(
             directory,
@@ -84,7 +84,7 @@ def read_events(directory: Path) -> tuple[list[Row], list[str]]:
                 else:
                     step = event.step
                     rows.setdefault(step, {"step": step})[value.tag] = value.simple_value
-    whole = {step: row for step, row in rows.items() if all(name in row for name in POSITION)}
+    whole = {step: row for step, row in rows.items() if step > 0 and all(name in row for name in POSITION)}
     notes = ["read from TensorBoard event files: values in float32, FLOPs in whole GFLOPs"]
     if whole and max(row["flops"] for row in whole.values()) < FEWEST_GFLOPS * GIGA:
         notes.append(f"FLOPs left out: event files count whole GFLOPs, and the run has fewer than {FEWEST_GFLOPS}")

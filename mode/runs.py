@@ -1,8 +1,8 @@
 """Run directories, read: what was trained, how its losses went, and which runs are seeds of one variant.
 
     run = read_run("runs/mode")
-    curve = run.curve(run.loss_tag)           # the loss that counts when runs are compared
-    curve.at("flops", 4e12)                   # at equal training FLOPs
+    run.counted.at("flops", 4e12)       # the loss that counts when runs are compared, at equal training FLOPs
+    run.curve("loss/train").loss
 
 Reads what a run writes while it trains, so a run in progress is as good as a finished one; checkpoints are not loaded.
 Imports neither torch nor DeepSpeed.
@@ -17,6 +17,7 @@ import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +38,10 @@ TOP_K, CAUSAL = "loss/val", "loss/val_causal"
 NOT_THE_VARIANT = re.compile(
     r"mode\.seed|seed|mode\.description|mode\.data\.cache_dir|(tensorboard|csv_monitor|wandb|comet)(\..*)?"
 )
-SEED_SUFFIX = re.compile(r"(?:[-_.]s|[-_.]?seed)[-_.=]?\d+$")
+SEED_SUFFIX = re.compile(r"(?:(?:^|[-_.])s|[-_.]?seed)[-_.=]?\d+$")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Curve:
     """A loss along the four axes, up to the first value that is not finite."""
 
@@ -63,7 +64,7 @@ class Curve:
         return float(np.interp(math.log(place), np.log(x), self.loss))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Run:
     directory: Path
     settings: RunConfig  # as resolved by the run
@@ -85,8 +86,9 @@ class Run:
 
     @property
     def label(self) -> str:
-        """The directory's name without a seed at its end."""
-        return SEED_SUFFIX.sub("", self.directory.name) or self.directory.name
+        """The directory's name without a seed at its end; of a directory named by its seed alone, its parent's."""
+        path = self.directory.absolute()
+        return SEED_SUFFIX.sub("", path.name) or path.parent.name
 
     @property
     def last(self) -> Row:
@@ -112,6 +114,10 @@ class Run:
         """Of the validation text."""
         counts = (self.corpus or {}).get("validation", {})
         return counts["num_bytes"] / counts["num_tokens"] if counts.get("num_tokens") else None
+
+    @cached_property
+    def counted(self) -> Curve:
+        return self.curve(self.loss_tag)
 
     def has(self, tag: str) -> bool:
         return any(tag in row for row in self.rows)
@@ -246,7 +252,10 @@ def _digest(tokenizer: Path) -> str | None:
 
 @dataclass(frozen=True)
 class Variant:
-    """Runs whose configurations differ only in seeds, names and directories."""
+    """Runs whose configurations differ only in seeds, names and directories.
+
+    Two runs of one seed are no two seeds: they are variants of their own, told apart by their directories.
+    """
 
     label: str
     runs: tuple[Run, ...]
@@ -262,6 +271,7 @@ def group_runs(runs: Iterable[Run]) -> list[Variant]:
                 break
         else:
             members.append([run])
+    members = [part for group in members for part in _seeds_apart(group)]
     labels = [_label(group, 0) for group in members]
     for detail in range(1, 20):
         clashing = {label for label in labels if labels.count(label) > 1}
@@ -269,6 +279,15 @@ def group_runs(runs: Iterable[Run]) -> list[Variant]:
             _label(group, detail) if label in clashing else label for group, label in zip(members, labels, strict=True)
         ]
     return [Variant(label, tuple(group)) for group, label in zip(members, labels, strict=True)]
+
+
+def _seeds_apart(group: list[Run]) -> list[list[Run]]:
+    if len({run.seed for run in group}) == len(group):
+        return [group]
+    parts: dict[tuple[Path, str], list[Run]] = {}
+    for run in group:
+        parts.setdefault((run.directory.absolute().parent, run.label), []).append(run)
+    return list(parts.values())
 
 
 def _label(group: list[Run], detail: int) -> str:

@@ -112,7 +112,8 @@ def find_variant(name: str, variants: Sequence[Variant], option: str) -> Variant
         raise RunError(name, f"{option} names neither a run directory nor one of the variants: {known}")
     if any(variant is not runs[0][1] for _, variant in runs):
         raise RunError(name, f"{option} must name one variant, but this directory holds runs of several")
-    return Variant(runs[0][1].label if len(variants) > 1 else Path(name).name, tuple(run for run, _ in runs))
+    chosen = tuple(run for run, _ in runs)
+    return runs[0][1] if chosen == runs[0][1].runs else Variant(name, chosen)
 
 
 def report(options: argparse.Namespace) -> tuple[dict[str, Any], list[Variant]]:
@@ -127,7 +128,6 @@ def report(options: argparse.Namespace) -> tuple[dict[str, Any], list[Variant]]:
     variants = group_runs(runs.values())
     axis = AXIS_OPTIONS[options.at]
     baseline = find_variant(options.baseline, variants, "--baseline") if options.baseline else variants[0]
-    baseline = next(variant for variant in variants if variant.label == baseline.label)
     found = figures.compare(variants, baseline, axis, options.points)
     found["warnings"] += warnings
     found["assertions"] = []

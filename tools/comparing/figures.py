@@ -31,7 +31,7 @@ def compare(variants: Sequence[Variant], baseline: Variant, axis: str, num_point
 
 
 def _run(run: Run, label: str, common: Comparability) -> Figures:
-    counted, scale = run.curve(run.loss_tag), common.scale(run)
+    counted, scale = run.counted, common.scale(run)
     best = int(counted.loss.argmin()) if len(counted.loss) else None
     return {
         "directory": str(run.directory),

@@ -62,7 +62,7 @@ class Overlap:
 def overlap(runs: Sequence[Run], axis: str) -> Overlap:
     spans = []
     for run in runs:
-        curve = run.curve(run.loss_tag)
+        curve = run.counted
         span = curve.span(axis)
         if span is None:
             lack = f"did not record its {AXIS_NAMES[axis]}" if len(curve.loss) else "has no finite evaluation"
@@ -80,7 +80,7 @@ def overlap(runs: Sequence[Run], axis: str) -> Overlap:
 
 
 def losses_at(variant: Variant, axis: str, x: float, common: Comparability) -> Figures | None:
-    return spread([run.curve(run.loss_tag).at(axis, x) * common.scale(run) for run in variant.runs])
+    return spread([run.counted.at(axis, x) * common.scale(run) for run in variant.runs])
 
 
 def matched(variants: Sequence[Variant], axis: str, num_points: int, common: Comparability) -> Figures:
@@ -160,7 +160,7 @@ def _through(variant: Variant, axis: str, x: float) -> float | None:
     """The share of its planned steps that the variant's least advanced run has done at `x`."""
     shares = []
     for run in variant.runs:
-        curve = run.curve(run.loss_tag)
+        curve = run.counted
         if run.planned_steps is None:
             return None
         shares.append(float(np.interp(x, curve.x[axis], curve.x["steps"])) / run.planned_steps)

@@ -46,7 +46,7 @@ def draw(variants: Sequence[Variant], common: Comparability, path: str) -> None:
 
 
 def _unit(runs: Sequence[Run], axis: str) -> tuple[float, str]:
-    ends = [span[1] for run in runs if (span := run.curve(run.loss_tag).span(axis)) is not None]
+    ends = [span[1] for run in runs if (span := run.counted.span(axis)) is not None]
     most = max(ends, default=1.0)
     if axis == "flops":
         power = max(0, math.floor(math.log10(most)))
@@ -63,7 +63,7 @@ def _draw_variant(panel: Any, variant: Variant, axis: str, size: float, common: 
         "linewidth": 2,
         "markersize": 6,
     }
-    curves = [(run.curve(run.loss_tag), common.scale(run)) for run in variant.runs]
+    curves = [(run.counted, common.scale(run)) for run in variant.runs]
     curves = [(curve, scale) for curve, scale in curves if curve.span(axis) is not None]
     if len(curves) == 1:
         curve, scale = curves[0]
