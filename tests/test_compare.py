@@ -347,6 +347,8 @@ def test_other_tokens_are_compared_by_bytes_and_other_text_is_not_compared(tmp_p
     write_run(tmp_path / "d", lambda _: 2.5, corpus=counts | {"num_bytes": 5000}, mode__seed=1)
     found = figures(capsys, tmp_path / "a", tmp_path / "d")
     assert "different text (validation bytes: 4000 and 5000)" in found["warnings"][0]
+    three = figures(capsys, *(tmp_path / name for name in "abd"), "--baseline", "b")
+    assert "NOT COMPARABLE" in three["verdicts"][0]["text"], "a and d are seeds of one variant, on different text"
     write_run(tmp_path / "e", lambda _: 2.5, mode__train__eval_sequences=9)
     found = figures(capsys, tmp_path / "a", tmp_path / "e")
     assert "mode.train.eval_sequences: 5 and 9" in found["warnings"][0]

@@ -51,13 +51,13 @@ def build_parser() -> argparse.ArgumentParser:
         "--assert_better",
         nargs=2,
         metavar=("A", "B"),
-        help="fail unless A's counted loss is below B's; each is a variant's label or a run directory",
+        help="fail unless A's counted loss is at least --by below B's; each is a variant's label or a run directory",
     )
     parser.add_argument(
         "--by",
         type=float,
         metavar="SHARE",
-        help="for --assert_better: by at least this share; 0.01 is 1 %% (default: 0)",
+        help="for --assert_better: a share, 0.01 is 1 %% (default: 0)",
     )
     return parser
 

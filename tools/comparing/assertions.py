@@ -16,7 +16,8 @@ def equal(runs: Sequence[Run], tolerance: float) -> Figures:
     """Every loss of every logged step of all runs against those of the first."""
     first = runs[0]
     problems = [problem for run in runs[1:] for problem in _unequal(first, run, tolerance)]
-    how = "to the bit" if tolerance == 0 else f"within {tolerance:g}"
+    bits = "to the bit, in float32 as event files have it" if any(run.from_events for run in runs) else "to the bit"
+    how = bits if tolerance == 0 else f"within {tolerance:g}"
     tags = _loss_tags(first)
     text = f"all {len(runs)} runs have equal losses {how}: {len(tags)} curves, {len(first.rows)} logged steps"
     return {"assert": "equal", "holds": not problems, "text": "; ".join(problems) or text}

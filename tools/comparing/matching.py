@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from comparing.comparable import Comparability
+from comparing.comparable import Comparability, judge
 from mode.runs import Run, Variant
 
 Figures = dict[str, Any]
@@ -111,7 +111,7 @@ def verdict(variant: Variant, baseline: Variant, axis: str, common: Comparabilit
     difference = mine["mean"] - other["mean"]
     percent = 100 * difference / other["mean"]
     outside, about_seeds = _beside_the_seeds(difference, {variant.label: mine, baseline.label: other})
-    word = "better" if difference < 0 else "worse" if difference > 0 else "equal"
+    word = "equal in these digits" if abs(difference) < 5e-5 else "better" if difference < 0 else "worse"
     text = (
         f"{variant.label} against {baseline.label} at equal {AXIS_NAMES[axis]} ({place(axis, x)}): {mine['mean']:.4f} "
         f"against {other['mean']:.4f} {common.unit}, {difference:+.4f} ({percent:+.2f} %), {word}; {about_seeds}"
@@ -126,8 +126,9 @@ def verdict(variant: Variant, baseline: Variant, axis: str, common: Comparabilit
         for run in (*variant.runs, *baseline.runs)
         if (step := run.diverged_at(run.loss_tag)) is not None
     ]
-    if common.problem is not None:
-        remarks.append(f"NOT COMPARABLE: {common.problem}")
+    problem = judge([*variant.runs, *baseline.runs]).problem
+    if problem is not None:
+        remarks.append(f"NOT COMPARABLE: {problem}")
     return figures | {
         "at": x,
         "loss": mine,
