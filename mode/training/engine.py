@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import os
+import resource
 import sys
 from datetime import timedelta
 from functools import partial
@@ -165,3 +166,14 @@ def peak_flops(precision: str) -> float | None:
         return None
     name = torch.cuda.get_device_name()
     return next((peak for start, peak in PEAK_FLOPS.items() if name.startswith(start)), None)
+
+
+def peak_memory(device: torch.device) -> float:
+    """The most bytes that any rank has held at once since it began: of its GPU, or else of RAM. A collective."""
+    if device.type == "cuda":
+        held = torch.cuda.max_memory_allocated(device)
+    else:
+        held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    most = torch.tensor(float(held), dtype=torch.float64, device=device)
+    distributed.all_reduce(most, op=distributed.ReduceOp.MAX)
+    return most.item()

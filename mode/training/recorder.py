@@ -21,9 +21,8 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 from torch import Tensor
 from torch.utils.tensorboard.summary import hparams
 
+from mode.run_files import BY_FLOPS, BY_TOKENS
 from mode.training.engine import MONITORS
-
-BY_TOKENS, BY_FLOPS = "loss_by_tokens/", "loss_by_flops/"  # tags whose x axis is tokens or training GFLOPs
 
 
 class Recorder:

@@ -29,7 +29,7 @@ from mode.section import ConfigError, show
 from mode.training import checkpoint as checkpoints
 from mode.training.console import Console, plan_table, table
 from mode.training.elastic import for_any_layout, layout_of, load_universal
-from mode.training.engine import agreed_backend, build_engine, build_model, device, peak_flops
+from mode.training.engine import agreed_backend, build_engine, build_model, device, peak_flops, peak_memory
 from mode.training.evaluate import Evaluation, evaluate
 from mode.training.inputs import Inputs
 from mode.training.metrics import CHOICES, counted_flops, decision_image, routing_figures
@@ -269,7 +269,7 @@ class Trainer:
         self.clock_position = self.position
 
     def _performance(self) -> dict[str, float]:
-        """Since the last call; evaluation and saving are left out."""
+        """Since the last call; evaluation and saving are left out. The peak of memory is of the whole process."""
         now = time.perf_counter()
         seconds = now - self.clock_start
         done = {name: self.position[name] - self.clock_position[name] for name in self.position}
@@ -278,6 +278,7 @@ class Trainer:
             "perf/tokens_per_second": done["tokens"] / seconds,
             "perf/flops_per_second": done["flops"] / seconds,
             "perf/step_seconds": seconds / done["step"],
+            "perf/peak_memory_bytes": peak_memory(self.device),
         }
         if self.peak_flops is not None:
             values["perf/mfu"] = done["flops"] / seconds / (self.peak_flops * self.world_size)

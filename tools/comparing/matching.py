@@ -1,0 +1,168 @@
+"""Losses at equal steps, tokens, FLOPs and time, and what the difference between two variants is worth."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from comparing.comparable import Comparability, judge
+from mode.runs import Run, Variant
+
+Figures = dict[str, Any]
+
+AXIS_NAMES = {"steps": "steps", "tokens": "tokens", "flops": "training FLOPs", "seconds": "training time"}
+NEARLY_THROUGH = 0.9  # of a run's steps: its learning rate has come down
+SPREADS = 2.0  # how many standard deviations of the difference between two runs the seeds are granted
+
+
+def number(value: float) -> float | None:
+    """JSON has no NaN."""
+    return float(value) if math.isfinite(value) else None
+
+
+def spread(values: Sequence[float | None]) -> Figures | None:
+    """Mean, sample standard deviation (from two seeds on) and range; None if a value is missing."""
+    known = [value for value in values if value is not None and math.isfinite(value)]
+    if not known or len(known) < len(values):
+        return None
+    return {
+        "n": len(known),
+        "mean": statistics.fmean(known),
+        "std": statistics.stdev(known) if len(known) > 1 else None,
+        "min": min(known),
+        "max": max(known),
+    }
+
+
+def place(axis: str, x: float) -> str:
+    """A place on an axis, with its unit."""
+    forms = {
+        "steps": f"step {x:,.0f}",
+        "tokens": f"{x:,.0f} tokens",
+        "flops": f"{x:.4g} FLOPs",
+        "seconds": f"{x:.4g} s",
+    }
+    return forms[axis]
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """Where every run has its counted loss. Nothing is extrapolated."""
+
+    low: float
+    high: float
+    problem: str | None = None  # why there is none
+
+
+def overlap(runs: Sequence[Run], axis: str) -> Overlap:
+    spans = []
+    for run in runs:
+        curve = run.counted
+        span = curve.span(axis)
+        if span is None:
+            lack = f"did not record its {AXIS_NAMES[axis]}" if len(curve.loss) else "has no finite evaluation"
+            return Overlap(math.nan, math.nan, f"{run.directory} {lack}")
+        spans.append((span, run.directory))
+    (low, _), latest = max(spans, key=lambda item: item[0][0])
+    (_, high), shortest = min(spans, key=lambda item: item[0][1])
+    if low > high:
+        problem = (
+            f"no overlap in {AXIS_NAMES[axis]}: {latest} is first evaluated at {place(axis, low)}, after the last "
+            f"evaluation of {shortest} at {place(axis, high)}"
+        )
+        return Overlap(math.nan, math.nan, problem)
+    return Overlap(low, high)
+
+
+def losses_at(variant: Variant, axis: str, x: float, common: Comparability) -> Figures | None:
+    return spread([run.counted.at(axis, x) * common.scale(run) for run in variant.runs])
+
+
+def matched(variants: Sequence[Variant], axis: str, num_points: int, common: Comparability) -> Figures:
+    """The counted losses of all variants at `num_points` places, the last being the end of the shortest run."""
+    found = overlap([run for variant in variants for run in variant.runs], axis)
+    if found.problem is not None:
+        return {"problem": found.problem, "points": []}
+    shares = [(index + 1) / num_points for index in range(num_points - 1)]
+    places = [found.low + share * (found.high - found.low) for share in shares] if found.low < found.high else []
+    return {
+        "problem": None,
+        "points": [
+            {"at": x, "loss": {variant.label: losses_at(variant, axis, x, common) for variant in variants}}
+            for x in [*places, found.high]
+        ],
+    }
+
+
+def verdict(variant: Variant, baseline: Variant, axis: str, common: Comparability) -> Figures:
+    """At the last place that both reach; other variants have no say in it."""
+    figures: Figures = {"variant": variant.label, "baseline": baseline.label, "axis": axis}
+    found = overlap([*variant.runs, *baseline.runs], axis)
+    if found.problem is not None:
+        return figures | {"at": None, "text": f"{variant.label} against {baseline.label}: no verdict, {found.problem}"}
+    x = found.high
+    mine, other = losses_at(variant, axis, x, common), losses_at(baseline, axis, x, common)
+    assert mine is not None and other is not None
+    difference = mine["mean"] - other["mean"]
+    percent = 100 * difference / other["mean"]
+    outside, about_seeds = _beside_the_seeds(difference, {variant.label: mine, baseline.label: other})
+    word = "equal in these digits" if abs(difference) < 5e-5 else "better" if difference < 0 else "worse"
+    text = (
+        f"{variant.label} against {baseline.label} at equal {AXIS_NAMES[axis]} ({place(axis, x)}): {mine['mean']:.4f} "
+        f"against {other['mean']:.4f} {common.unit}, {difference:+.4f} ({percent:+.2f} %), {word}; {about_seeds}"
+    )
+    remarks = [
+        f"{item.label} is only through {share:.0%} of its steps there"
+        for item in (variant, baseline)
+        if (share := _through(item, axis, x)) is not None and share < NEARLY_THROUGH
+    ]
+    remarks += [
+        f"{run.directory} is not finite from step {step} on"
+        for run in (*variant.runs, *baseline.runs)
+        if (step := run.diverged_at(run.loss_tag)) is not None
+    ]
+    problem = judge([*variant.runs, *baseline.runs]).problem
+    if problem is not None:
+        remarks.append(f"NOT COMPARABLE: {problem}")
+    return figures | {
+        "at": x,
+        "loss": mine,
+        "baseline_loss": other,
+        "difference": difference,
+        "percent": percent,
+        "outside_spread": outside,
+        "remarks": remarks,
+        "text": "; ".join([text, *remarks]),
+    }
+
+
+def _beside_the_seeds(difference: float, losses: dict[str, Figures]) -> tuple[bool | None, str]:
+    """Whether a difference lies outside the spread of the seeds, and how that was found."""
+    single = [label for label, loss in losses.items() if loss["n"] < 2]
+    if single:
+        return None, f"one seed of {' and of '.join(single)}: spread unknown"
+    first, second = losses.values()
+    limit = SPREADS * math.hypot(first["std"], second["std"])
+    apart = first["max"] < second["min"] or second["max"] < first["min"]
+    outside = abs(difference) > limit and apart
+    return outside, (
+        f"{'outside' if outside else 'within'} the seeds' spread ({first['n']} and {second['n']} seeds; "
+        f"{SPREADS:g} sqrt(s1^2 + s2^2) = {limit:.4f} with sample standard deviations {first['std']:.4f} and "
+        f"{second['std']:.4f}; their ranges {'are apart' if apart else 'meet'})"
+    )
+
+
+def _through(variant: Variant, axis: str, x: float) -> float | None:
+    """The share of its planned steps that the variant's least advanced run has done at `x`."""
+    shares = []
+    for run in variant.runs:
+        curve = run.counted
+        if run.planned_steps is None:
+            return None
+        shares.append(float(np.interp(x, curve.x[axis], curve.x["steps"])) / run.planned_steps)
+    return min(shares)
