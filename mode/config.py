@@ -277,6 +277,7 @@ class TrainConfig(Section):
     monitor: str = choice("brief", of=("brief", "detailed"))
     init_from: str | None = text(None, null=True)  # an exported folder whose weights a new run starts with
     watchdog_seconds: float | None = number(300.0, at_least=1, at_most=1e6, null=True)
+    compile: bool = flag(False)  # torch.compile of the dense parts
 
     def check(self) -> None:
         given = [name for name in RUN_LENGTHS if getattr(self, name) is not None]

@@ -27,6 +27,7 @@ from mode.model.transformer import ModeOutput, ModeTransformer
 from mode.routing import BlockRouting
 from mode.section import ConfigError, show
 from mode.training import checkpoint as checkpoints
+from mode.training.compiling import compile_dense_parts
 from mode.training.console import Console, plan_table, table
 from mode.training.elastic import for_any_layout, layout_of, load_universal
 from mode.training.engine import agreed_backend, build_engine, build_model, device, peak_flops, peak_memory
@@ -78,6 +79,8 @@ class Trainer:
         model = build_model(self.config if self.backend is None else self.config.with_backend(self.backend[0]))
         if found is None and self.config.train.init_from is not None:
             _start_from(model, self.config.train.init_from, data.tokenizer)
+        if self.config.train.compile:
+            compile_dense_parts(model, run, self.device)
         self.layout = layout_of(run, self.world_size)
         saved_layout = self.layout if found is None else checkpoints.run_of(found).get("layout", {})
         self.engine = build_engine(run, model, self.world_size, universal=saved_layout != self.layout)

@@ -21,19 +21,28 @@ from mode.model.block import Block, DepthRoutedBlock
 from mode.model.rope import rope_tables
 from mode.moe.layer import MoELayer
 from mode.placement import Placement
+from mode.training.compiling import compile_dense_parts
 from mode.training.engine import build_engine, build_model, device, start_process_group
 from mode.training.metrics import counted_flops
 from mode.training.step import Step, optimizer_step
 
-add_arguments = models.add_arguments
+COMPILED = ", compiled"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    models.add_arguments(parser)
+    parser.add_argument("--compile", action="store_true", help="the same with mode.train.compile beside it")
 
 
 class Model:
     """One model and what its last step did."""
 
-    def __init__(self, variant: str, options: argparse.Namespace) -> None:
-        self.run_config = models.run_config(variant, options)
-        self.engine = build_engine(self.run_config, build_model(self.run_config.mode), 1)
+    def __init__(self, name: str, options: argparse.Namespace) -> None:
+        self.run_config = models.run_config(name.removesuffix(COMPILED), options)
+        model = build_model(self.run_config.mode)
+        if name.endswith(COMPILED):
+            compile_dense_parts(model, self.run_config, device())
+        self.engine = build_engine(self.run_config, model, 1)
         self.batches = models.batches(self.run_config)
         self.flops: list[int] = []
 
@@ -45,12 +54,14 @@ class Model:
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     start_process_group()
-    found = {name: Model(name, options) for name in models.VARIANTS}
+    names = [*models.VARIANTS, *(name + COMPILED for name in models.VARIANTS if options.compile)]
+    found = {name: Model(name, options) for name in names}
     seconds = take_turns([Contender(name, model.step) for name, model in found.items()], options.repeats)
     flops = {name: statistics.median(model.flops[1:]) for name, model in found.items()}
     rows = []
     for name in found:
-        faster = ratio(seconds["moe"], seconds[name])
+        baseline = "moe" + COMPILED if name.endswith(COMPILED) else "moe"
+        faster = ratio(seconds[baseline], seconds[name])
         fewer = flops["moe"] / flops[name]
         rows.append(
             {
@@ -59,6 +70,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                 "flops": flops[name],
                 "times_faster": faster,
                 "times_fewer_flops": fewer,
+                "of_uncompiled": ratio(seconds[name], seconds[name.removesuffix(COMPILED)]),
                 "kept_of_the_saving": {key: value / fewer for key, value in faster.items()},
             }
         )
@@ -156,13 +168,14 @@ def table(figures: dict[str, Any]) -> str:
         f"A training step of {options['layers']} layers, width {options['width']}, {options['experts']} experts, "
         f"{options['tokens']} tokens, fp32; median of {options['repeats']} turns.",
         "",
-        "| model | s | TFLOP counted | times faster than moe | times fewer FLOPs | saving kept |",
-        "|---|---|---|---|---|---|",
+        "| model | s | TFLOP counted | times faster than moe | times fewer FLOPs | saving kept | of uncompiled |",
+        "|---|---|---|---|---|---|---|",
     ]
     for row in figures["step"]:
         lines.append(
             f"| {row['model']} | {row['seconds']:.2f} | {row['flops'] / 1e12:.3f} | {show_ratio(row['times_faster'])} "
-            f"| {row['times_fewer_flops']:.2f} | {show_ratio(row['kept_of_the_saving'])} |"
+            f"| {row['times_fewer_flops']:.2f} | {show_ratio(row['kept_of_the_saving'])} "
+            f"| {show_ratio(row['of_uncompiled'])} |"
         )
     lines += ["", "| block | ms | of the full block |", "|---|---|---|"]
     for row in figures["blocks"]:

@@ -1,0 +1,38 @@
+"""`torch.compile` for the parts of a block that are dense: norms, attention, and a feed-forward without experts.
+
+Routers and experts stay as they are: their shapes change with every step. Parameters, names and checkpoints do not
+know of it; results change by rounding.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+
+import torch
+
+from mode.config_file import RunConfig
+from mode.model.block import BlockBody, DenseFeedForward
+from mode.model.transformer import ModeTransformer
+from mode.section import ConfigError
+
+
+def compile_dense_parts(model: ModeTransformer, run: RunConfig, device: torch.device) -> None:
+    """Takes effect at the first forward pass of each part, which then takes seconds."""
+    if run.engine.zero_stage == 3:
+        raise ConfigError(
+            "mode.train.compile",
+            "is true with zero_optimization.stage 3, whose gathering of weights cannot be compiled; "
+            "use stage 2, or set it to false",
+        )
+    compiler = os.environ.get("CXX", "g++")
+    if device.type == "cpu" and shutil.which(compiler) is None:
+        raise ConfigError(
+            "mode.train.compile",
+            f"is true, which on a CPU needs a C++ compiler, and there is no {compiler}; "
+            "install one, name it by CXX, or set it to false",
+        )
+    for body in (module for module in model.modules() if isinstance(module, BlockBody)):
+        for part in (body.attention_norm, body.attention, body.feed_forward_norm, body.feed_forward):
+            if part is not body.feed_forward or isinstance(part, DenseFeedForward):
+                part.compile()
