@@ -43,7 +43,7 @@ class Attention(nn.Module):
 
     def forward(self, x_BSD: Tensor, placement: Placement, attend: Attend = attend_causally) -> Tensor:
         heads_BSNH = self.qkv(x_BSD).unflatten(-1, (-1, self.head_width))
-        q_BSNH, k_BSGH, v_BSGH = heads_BSNH.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=2)
-        q_BSNH = rotate(q_BSNH, placement.cos_BSH, placement.sin_BSH)
-        k_BSGH = rotate(k_BSGH, placement.cos_BSH, placement.sin_BSH)
+        turning, v_BSGH = heads_BSNH.split([self.num_heads + self.num_kv_heads, self.num_kv_heads], dim=2)
+        turned = rotate(turning, placement.cos_BSH, placement.sin_BSH)
+        q_BSNH, k_BSGH = turned.split([self.num_heads, self.num_kv_heads], dim=2)
         return self.out(attend(q_BSNH, k_BSGH, v_BSGH, placement).flatten(2))
