@@ -149,7 +149,8 @@ def points_table(results: Results) -> Table:
         measured = [show_spread(figures[name], ".4f") for name in ("final", "final_top_k")]
         seeds = ", ".join(map(str, point.seeds))
         rows.append([member.label, *where, seeds, *measured, *cost_cells(point.cost), f"{point.cost.tokens:,}"])
-        rows[-1].append(show_spread(figures["flops_per_token"], ".3e"))
+        counted = figures["flops_per_token"]
+        rows[-1].append("-" if counted is None else f"{counted['mean']:.3e}")
     header = ["variant", "size", "budget", "seeds", "loss", "top-k", *COST_HEADER, "tokens", "training FLOPs/token"]
     shown = [i for i, name in enumerate(header) if name not in ("size", "budget") or any(row[i] != "-" for row in rows)]
     header, *rows = [[row[i] for i in shown] for row in (header, *rows)]

@@ -9,50 +9,59 @@ from experiments.drawing import finish, logarithmic, new_figure, save, style
 from experiments.members import short_names, show_value
 from experiments.results import Point, Results
 
+FIXED_STYLES = (("0.2", "--", "X"), ("0.5", ":", "P"), ("0.35", "-.", "d"))  # colour, line and marker
+
+Lines = dict[str, list[Point]]
+
 
 def draw_sweep(results: Results, path: str) -> None:
-    from matplotlib.ticker import MaxNLocator
-
+    """A panel per setting, each with colours of its own; the last one has the lines of the first."""
     points = results.points
-    paths = list(dict.fromkeys(path for point in points for path in point.member.varied))
-    short = short_names(paths)
+    paths = list(dict.fromkeys(varied for point in points for varied in point.member.varied))
     fixed = [point for point in points if not point.member.varied]
     columns = len(paths) + 1
     figure, panels = new_figure(1, columns, (5.6 * columns + 0.6, 5.6), sharey=True)
+    used = 0
     for panel, varied in zip(panels[0], paths, strict=False):
-        _draw_varied(panel, varied, points, short)
+        lines = lines_along(varied, points, short_names(paths))
+        _draw_setting(panel, varied, lines, used)
         for index, point in enumerate(fixed):
-            grey = str(0.25 + 0.35 * (index % 2))
-            panel.axhline(point.mean, color=grey, linestyle=("--", ":", "-.")[index % 3], label=point.member.label)
+            colour, line, _ = FIXED_STYLES[index % len(FIXED_STYLES)]
+            panel.axhline(point.mean, color=colour, linestyle=line, label=point.member.label)
         panel.set_xlabel(varied, fontsize=12)
-        panel.legend(fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.13), frameon=False, ncols=2)
-    cost = panels[0][-1]
-    for index, config in enumerate(dict.fromkeys(point.member.config for point in points)):
-        _draw_cost(cost, config, [point for point in points if point.member.config == config], short, style(index))
-    logarithmic(cost, [point.cost.flops_per_token for point in points])
-    cost.set_xlabel("forward FLOPs per token", fontsize=12)
-    cost.legend(fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.13), frameon=False, ncols=2)
-    panels[0][0].yaxis.set_major_locator(MaxNLocator(6))
+        used += len(lines)
+    first = lines_along(paths[0], points, short_names(paths)) if paths else {}
+    _draw_cost(panels[0][-1], first, fixed, points, joined=bool(paths) and is_numeric(paths[0], first))
+    for panel in panels[0]:
+        panel.legend(fontsize=10, loc="upper center", bbox_to_anchor=(0.5, -0.13), frameon=False, ncols=2)
     finish(figure, list(panels.flat), results)
     save(figure, path)
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _draw_varied(panel: Any, varied: str, points: Sequence[Point], short: dict[str, str]) -> None:
-    """A line per configuration and values of the other settings."""
-    lines: dict[str, list[Point]] = {}
+def lines_along(varied: str, points: Sequence[Point], short: dict[str, str]) -> Lines:
+    """The points that vary a setting, by configuration and values of the other settings; numbers in order."""
+    lines: Lines = {}
     for point in points:
         if varied in point.member.varied:
             others = [f"{short[path]}={show_value(v)}" for path, v in point.member.varied.items() if path != varied]
             lines.setdefault(" ".join([point.member.config, *others]), []).append(point)
+    if is_numeric(varied, lines):
+        for group in lines.values():
+            group.sort(key=lambda point: point.member.varied[varied])
+    return lines
+
+
+def is_numeric(varied: str, lines: Lines) -> bool:
+    values = [point.member.varied[varied] for group in lines.values() for point in group]
+    return all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
+
+
+def _draw_setting(panel: Any, varied: str, lines: Lines, used: int) -> None:
+    """Along its numbers, or side by side where the setting is no number."""
     values = list(dict.fromkeys(show_value(point.member.varied[varied]) for group in lines.values() for point in group))
-    numeric = all(_is_number(point.member.varied[varied]) for group in lines.values() for point in group)
+    numeric = is_numeric(varied, lines)
     places = {value: float(value) if numeric else float(index) for index, value in enumerate(values)}
-    for index, (label, group) in enumerate(lines.items()):
-        group.sort(key=lambda point: places[show_value(point.member.varied[varied])])
+    for index, (label, group) in enumerate(lines.items(), start=used):
         x = [places[show_value(point.member.varied[varied])] for point in group]
         _errorbar(panel, x, group, label=label, **style(index) | ({} if numeric else {"linestyle": "none"}))
     panel.set_xticks(list(places.values()), list(places))
@@ -60,18 +69,23 @@ def _draw_varied(panel: Any, varied: str, points: Sequence[Point], short: dict[s
         panel.set_xlim(-0.4, len(values) - 0.6)
 
 
-def _draw_cost(panel: Any, config: str, points: Sequence[Point], short: dict[str, str], look: dict[str, Any]) -> None:
-    _errorbar(panel, [p.cost.flops_per_token for p in points], points, label=config, **look | {"linestyle": "none"})
+def _draw_cost(panel: Any, lines: Lines, fixed: Sequence[Point], points: Sequence[Point], joined: bool) -> None:
+    """The first setting's lines, and what varies other settings only, by configuration."""
+    drawn = {id(point) for group in lines.values() for point in group} | {id(point) for point in fixed}
+    rest: Lines = {}
     for point in points:
-        text = ", ".join(show_value(value) for value in point.member.varied.values())
-        panel.annotate(
-            text,
-            (point.cost.flops_per_token, point.mean),
-            textcoords="offset points",
-            xytext=(6, 4),
-            fontsize=8,
-            color="0.25",
-        )
+        if id(point) not in drawn:
+            rest.setdefault(point.member.config, []).append(point)
+    for index, (label, group) in enumerate([*lines.items(), *rest.items()]):
+        x = [point.cost.flops_per_token for point in group]
+        line = {} if joined and index < len(lines) else {"linestyle": "none"}
+        _errorbar(panel, x, group, label=label, **style(index) | line)
+    for index, point in enumerate(fixed):
+        colour, _, marker = FIXED_STYLES[index % len(FIXED_STYLES)]
+        look = {"color": colour, "marker": marker, "linestyle": "none"}
+        _errorbar(panel, [point.cost.flops_per_token], [point], label=point.member.label, **look)
+    logarithmic(panel, [point.cost.flops_per_token for point in points])
+    panel.set_xlabel("forward FLOPs per token", fontsize=12)
 
 
 def _errorbar(panel: Any, x: Sequence[float], points: Sequence[Point], **look: Any) -> None:
