@@ -202,6 +202,7 @@ def test_isoflop_finds_the_known_optima_and_what_they_cost(tmp_path, capsys, con
     assert dense["optimum"]["relative_flops"] == 1 and dense["optimum"]["relative_loss"] == 0
     assert mod["optimum"]["relative_flops"] == pytest.approx(costs["mod"] / costs["dense"], rel=1e-6)
     assert mod["optimum"]["relative_loss"] == pytest.approx(-closed_form.GAIN / dense["optimum"]["loss"], rel=1e-6)
+    assert mod["relative_to"] == "dense's optimum"
     good = [flops for parameters, flops, loss in family["mod"] if loss <= closed_form.FLOOR]
     cheapest = mod["cheapest_as_good_as_baseline"]
     assert len(good) > 0 and cheapest["flops_per_token"] == pytest.approx(min(good))
@@ -245,6 +246,7 @@ def test_isoflop_says_when_the_optimum_is_at_the_edge_and_takes_the_best_member_
     assert found["axis"] == "active" and dense["fit"]["high"] == max(
         member["plan"]["active_parameters"] for member in found["members"] if member["config"] == "dense"
     )
+    assert mod["relative_to"] == f"dense's best member, {dense['best']['size']}"
     two = run_tool(isoflop, capsys, *base, "--sizes", "1x32", "1x48", "--report")
     assert two["isoflop"][0]["fit"] is None and two["isoflop"][0]["problem"].startswith("2 finished of the 3 sizes")
 

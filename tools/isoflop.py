@@ -84,6 +84,7 @@ def report(results: Results, options: argparse.Namespace) -> Report:
 
 def optima_table(rows: list[dict[str, Any]]) -> Table:
     from comparing.tables import Table
+    from experiments.fitting import FEWEST_SIZES
     from experiments.members import show_budget
 
     cells = []
@@ -104,6 +105,8 @@ def optima_table(rows: list[dict[str, Any]]) -> Table:
     about = (
         "beside, relative: loss and forward FLOPs beside the baseline's optimum, or its best member where it has none"
     )
+    if any(row["fit"] is not None and row["fit"]["num_sizes"] == FEWEST_SIZES for row in rows):
+        about += "; a parabola goes through any three sizes, so nothing tells how good such a fit is"
     return Table("optima", header, cells, about)
 
 
@@ -118,8 +121,9 @@ def findings(rows: list[dict[str, Any]], baseline: str, unit: str) -> list[str]:
         cheapest = row["cheapest_as_good_as_baseline"]
         if cheapest is not None and row["label"] != baseline:
             lines.append(
-                f"{where}: {cheapest['size']} is as good as {baseline}'s optimum ({cheapest['relative_loss']:+.2%}, "
-                f"{cheapest['loss']:.4f} {unit}) with {cheapest['relative_flops']:.1%} of its FLOPs per forward pass"
+                f"{where}: {cheapest['size']} reaches the loss of {row['relative_to']} "
+                f"({cheapest['relative_loss']:+.2%}, {cheapest['loss']:.4f} {unit}) with "
+                f"{cheapest['relative_flops']:.1%} of its FLOPs per forward pass"
             )
     return lines
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from experiments.drawing import finish, logarithmic, new_figure, save, style
 from experiments.members import show_budget
@@ -35,8 +36,7 @@ def draw_isoflop(found: Sequence[Curve], axis: str, baseline: str, results: Resu
         if reference is not None:
             right.axvline(1, color="0.6", linewidth=1, zorder=0)
             right.axhline(reference.reference.loss, color="0.6", linewidth=1, zorder=0)
-            kind = "optimum" if reference.optimum is not None else f"best member, {reference.best.size}"
-            right.set_title(f"relative to {baseline}'s {kind}", fontsize=11, loc="left")
+            right.set_title(f"relative to {reference.reference_name}", fontsize=11, loc="left")
     logarithmic(panels[0][0], [place(point, axis) for curve in found for point in curve.points])
     panels[-1][0].set_xlabel(AXES[axis], fontsize=12)
     panels[-1][1].set_xlabel("FLOPs per forward pass, relative", fontsize=12)
@@ -46,9 +46,9 @@ def draw_isoflop(found: Sequence[Curve], axis: str, baseline: str, results: Resu
         panels[0][1].set_xlim(low - margin, high + margin)
     finish(figure, list(panels.flat), results)
     handles = [Line2D([], [], **style(index), label=label) for index, label in enumerate(labels)]
-    handles.append(
-        Line2D([], [], color="0.4", marker="*", markersize=14, linestyle="none", label="optimum of the fitted parabola")
-    )
+    if any(curve.optimum is not None for curve in found):
+        star: dict[str, Any] = {"color": "0.4", "marker": "*", "markersize": 14, "linestyle": "none"}
+        handles.append(Line2D([], [], **star, label="optimum of the fitted parabola"))
     figure.legend(handles=handles, loc="outside lower center", ncols=min(4, len(handles)), frameon=False, fontsize=11)
     save(figure, path)
 
@@ -60,37 +60,44 @@ def _relative(curve: Curve, reference: Curve | None) -> list[float]:
 
 
 def _draw_by_size(panel: Any, curve: Curve, axis: str, look: dict[str, Any]) -> None:
-    x = np.array([place(point, axis) for point in curve.points])
-    _draw_points(panel, curve, x, look)
-    if curve.curve is None:
+    fitted = _fitted(curve)
+    _draw_points(panel, curve, [place(point, axis) for point in curve.points], look, joined=fitted is None)
+    if fitted is None:
         return
-    fine = np.geomspace(curve.curve.low, curve.curve.high, CURVE_POINTS)
-    panel.plot(fine, curve.curve.at(fine), color=look["color"], linestyle=look["linestyle"], linewidth=1.8)
-    lowest = curve.curve.lowest
-    if lowest is not None and curve.optimum is not None:
-        _draw_star(panel, lowest, curve.optimum.loss, look)
+    x, losses = fitted
+    panel.plot(x, losses, color=look["color"], linestyle=look["linestyle"], linewidth=1.8)
+    if curve.curve is not None and curve.curve.lowest is not None and curve.optimum is not None:
+        _draw_star(panel, curve.curve.lowest, curve.optimum.loss, look)
 
 
 def _draw_by_flops(panel: Any, curve: Curve, axis: str, reference: Curve, look: dict[str, Any]) -> None:
     """The same losses and the same parabola, each size moved to what its forward pass costs."""
-    unit = reference.reference.flops_per_token
-    x = np.array([point.cost.flops_per_token / unit for point in curve.points])
-    _draw_points(panel, curve, x, look)
-    if curve.curve is not None:
-        places = np.log([place(point, axis) for point in curve.points])
-        fine = np.geomspace(curve.curve.low, curve.curve.high, CURVE_POINTS)
-        moved = np.exp(np.interp(np.log(fine), places, np.log(x)))
-        panel.plot(moved, curve.curve.at(fine), color=look["color"], linestyle=look["linestyle"], linewidth=1.8)
+    unit, fitted = reference.reference.flops_per_token, _fitted(curve)
+    costs = [point.cost.flops_per_token / unit for point in curve.points]
+    _draw_points(panel, curve, costs, look, joined=fitted is None)
+    if fitted is None:
+        return
+    x, losses = fitted
+    moved = np.exp(np.interp(np.log(x), np.log([place(point, axis) for point in curve.points]), np.log(costs)))
+    panel.plot(moved, losses, color=look["color"], linestyle=look["linestyle"], linewidth=1.8)
     if curve.optimum is not None:
         _draw_star(panel, curve.optimum.flops_per_token / unit, curve.optimum.loss, look)
 
 
-def _draw_points(panel: Any, curve: Curve, x: np.ndarray[Any, Any], look: dict[str, Any]) -> None:
+def _fitted(curve: Curve) -> tuple[NDArray[np.float64], NDArray[np.float64]] | None:
+    """The parabola over the family. One that bends down describes nothing: the points are joined instead."""
+    if curve.curve is None or curve.curve.c <= 0:
+        return None
+    x = np.geomspace(curve.curve.low, curve.curve.high, CURVE_POINTS)
+    return x, curve.curve.at(x)
+
+
+def _draw_points(panel: Any, curve: Curve, x: Sequence[float], look: dict[str, Any], joined: bool) -> None:
     """Means over seeds, with their standard deviation where there are several."""
     means, deviations = [point.mean for point in curve.points], [point.deviation for point in curve.points]
     bars = deviations if any(deviations) else None
-    marks = {"color": look["color"], "marker": look["marker"], "markersize": 7, "linestyle": "none", "capsize": 3}
-    panel.errorbar(x, means, yerr=bars, **marks)
+    line = {"linestyle": look["linestyle"] if joined else "none", "linewidth": 0.9}
+    panel.errorbar(x, means, yerr=bars, color=look["color"], marker=look["marker"], markersize=7, capsize=3, **line)
 
 
 def _draw_star(panel: Any, x: float, loss: float, look: dict[str, Any]) -> None:

@@ -46,7 +46,12 @@ class Curve:
 
     @property
     def reference(self) -> Optimum:
+        """What other variants are measured by."""
         return self.optimum or self.best
+
+    @property
+    def reference_name(self) -> str:
+        return f"{self.label}'s " + ("optimum" if self.optimum is not None else f"best member, {self.best.size}")
 
 
 def curves(points: Sequence[Point], axis: str) -> list[Curve]:
@@ -96,6 +101,7 @@ def to_dict(curve: Curve, baseline: Curve | None) -> dict[str, Any]:
         "sizes": [point.member.size for point in curve.points],
         "fit": None if curve.curve is None else asdict(curve.curve),
         "problem": curve.problem,
+        "relative_to": None if baseline is None else baseline.reference_name,
         "optimum": _beside(curve.optimum, reference),
         "best": _beside(curve.best, reference),
         "cheapest_as_good_as_baseline": (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -103,9 +104,9 @@ def conduct(
         results = gather(outcomes)
         found = report(results, options)
         written = _draw(options, results, found, draw, picture)
-        text = render(results, found, written, markdown=True) if options.write else ""
         if options.write:
-            Path(options.write).write_text(text + "\n", encoding="utf-8")
+            near = None if written is None else os.path.relpath(written, Path(options.write).parent)
+            Path(options.write).write_text(render(results, found, near, markdown=True) + "\n", encoding="utf-8")
     except (ConfigError, RunError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
