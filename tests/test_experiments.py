@@ -282,6 +282,15 @@ def test_a_failing_member_is_reported_and_the_others_go_on(tmp_path, capsys, con
     assert report["members"][0]["problem"] == "at step 6 of 12: stopped early or still running"
 
 
+def test_after_a_signal_no_other_member_is_started_even_if_the_one_running_ends_well(tmp_path, capsys, configs):
+    """The stand-in's parent, this process, gets the signal while the first member runs, and the member ignores it."""
+    script = tmp_path / "member.sh"
+    script.write_text(f'trap "" INT\n{sys.executable} -m tests.closed_form_train "$1" "$2" && kill -INT $PPID\n')
+    command = f"sh {script} {{config}} {{output_dir}}"
+    found = run_tool(sweep, capsys, "--config", *configs, "--output", tmp_path / "out", "--command", command, code=75)
+    assert [member["state"] for member in found["members"]] == ["finished", "not started"]
+
+
 def test_members_that_a_command_only_queues_are_handed_over(tmp_path, capsys, configs):
     arguments = ["--config", *configs, "--output", tmp_path / "out", "--command", "true {config} {output_dir}"]
     found = run_tool(sweep, capsys, *arguments)

@@ -138,9 +138,13 @@ class Signals:
                 signal.signal(number, handler)
 
 
-def run_members(members: Sequence[Member], output: Path, command: Sequence[str], own: bool) -> list[Outcome]:
-    """Runs what is not finished, in order. With `own` commands a member is done when its process is; others may hand
-    it over to a queue. After an interruption the rest is only looked at."""
+def run_members(
+    members: Sequence[Member], output: Path, command: Sequence[str], own: bool
+) -> tuple[list[Outcome], bool]:
+    """Runs what is not finished, in order: (how every member stands, whether a signal ended it early).
+
+    With `own` commands a member is done when its process is; others may hand it over to a queue.
+    """
     for folder in ("configs", "logs"):
         (output / folder).mkdir(parents=True, exist_ok=True)
     signals = Signals()
@@ -157,7 +161,7 @@ def run_members(members: Sequence[Member], output: Path, command: Sequence[str],
             outcomes.append(outcome)
     if signals.received:
         note("interrupted; the same command goes on from here")
-    return outcomes
+    return outcomes, signals.received
 
 
 def log_file(member: Member, output: Path) -> Path:

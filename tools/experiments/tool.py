@@ -97,7 +97,7 @@ def conduct(
     from mode.section import ConfigError
 
     try:
-        outcomes = _outcomes(options, plan)
+        outcomes, interrupted = _outcomes(options, plan)
         if options.plan:
             _print_plan(outcomes, options.json)
             return 0
@@ -116,12 +116,14 @@ def conduct(
     figures = {**results.to_dict(), **found.figures, "plot": written}
     print(json.dumps(figures, indent=2) if options.json else render(results, found, written, markdown=False))
     states = {outcome.state for outcome in outcomes}
-    if "interrupted" in states:
+    if interrupted or "interrupted" in states:
         return INTERRUPTED
     return 1 if "failed" in states else 0
 
 
-def _outcomes(options: argparse.Namespace, plan: Callable[[argparse.Namespace], list[Member]]) -> list[Outcome]:
+def _outcomes(
+    options: argparse.Namespace, plan: Callable[[argparse.Namespace], list[Member]]
+) -> tuple[list[Outcome], bool]:
     from experiments.running import check_unchanged, look, parse_command, run_members
     from mode.section import ConfigError
 
@@ -137,7 +139,7 @@ def _outcomes(options: argparse.Namespace, plan: Callable[[argparse.Namespace], 
     for member in members:
         check_unchanged(member, output)
     if options.plan or options.report:
-        return [look(member, output) for member in members]
+        return [look(member, output) for member in members], False
     return run_members(members, output, command, own=options.command is None)
 
 
