@@ -306,10 +306,11 @@ def differences(variants: Sequence[Variant]) -> dict[str, dict[str, Any]]:
 
 def _differ(runs: dict[str, Run]) -> dict[str, dict[str, Any]]:
     trees = {name: {**run.settings.deepspeed, "mode": run.config.to_dict()} for name, run in runs.items()}
-    return {path: values for path, values in _differences(trees) if not NOT_THE_VARIANT.fullmatch(path)}
+    return {path: values for path, values in tree_differences(trees) if not NOT_THE_VARIANT.fullmatch(path)}
 
 
-def _differences(trees: dict[str, Any], prefix: str = "") -> Iterable[tuple[str, dict[str, Any]]]:
+def tree_differences(trees: dict[str, Any], prefix: str = "") -> Iterable[tuple[str, dict[str, Any]]]:
+    """(dotted path, {name: value}) of the settings in which named trees of JSON values differ."""
     if not all(isinstance(tree, dict) for tree in trees.values()):
         if len({json.dumps(tree, sort_keys=True) for tree in trees.values()}) > 1:
             yield prefix, trees
@@ -317,4 +318,4 @@ def _differences(trees: dict[str, Any], prefix: str = "") -> Iterable[tuple[str,
     names = list(dict.fromkeys(name for tree in trees.values() for name in tree))
     for name in names:
         inner = {label: tree.get(name) for label, tree in trees.items()}
-        yield from _differences(inner, f"{prefix}.{name}" if prefix else name)
+        yield from tree_differences(inner, f"{prefix}.{name}" if prefix else name)

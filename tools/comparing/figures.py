@@ -23,7 +23,7 @@ def compare(variants: Sequence[Variant], baseline: Variant, axis: str, num_point
         "baseline": baseline.label,
         "warnings": common.warnings,
         "runs": [_run(run, variant.label, common) for variant in variants for run in variant.runs],
-        "variants": [_variant(variant, common) for variant in variants],
+        "variants": [variant_figures(variant, common) for variant in variants],
         "matched": {name: matched(variants, name, num_points, common) for name in AXES},
         "verdicts": [verdict(variant, baseline, axis, common) for variant in variants if variant is not baseline],
         "differences": differences(variants),
@@ -69,7 +69,7 @@ AVERAGED = (
 )
 
 
-def _variant(variant: Variant, common: Comparability) -> Figures:
+def variant_figures(variant: Variant, common: Comparability) -> Figures:
     runs = [_run(run, variant.label, common) for run in variant.runs]
     config = variant.runs[0].config
     active = accounting.active_parameters(config, accounting.expected_counts(config, rows=1))

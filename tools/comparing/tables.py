@@ -63,7 +63,7 @@ def _runs(figures: Figures) -> Table:
         state = ("finished" if run["finished"] else "stopped early or running") + diverged
         cells = [run["directory"], run["variant"], str(run["seed"]), state, step, f"{run['tokens']:,.0f}"]
         best = "-" if run["best"] is None else f"{run['best']:.4f} @ {run['best_step']}"
-        rows.append([*cells, _flops(run["flops"]), _time(run["seconds"]), _plain(run["final"], ".4f"), best])
+        rows.append([*cells, _flops(run["flops"]), show_time(run["seconds"]), _plain(run["final"], ".4f"), best])
     header = ["run", "variant", "seed", "state", "steps", "tokens", "FLOPs", "time", "final", "best @ step"]
     about = "time: training alone, without evaluation, saving and the pauses of resumed runs"
     return Table("runs", header, rows, about)
@@ -73,11 +73,11 @@ def _losses(figures: Figures) -> Table:
     matched = figures["matched"]
     rows = []
     for variant in figures["variants"]:
-        cells = [variant["label"], _spread(variant["final"], ".4f"), _spread(variant["best"], ".4f")]
-        cells += [_spread(variant[name], ".4f") for name in ("final_causal", "final_top_k")]
+        cells = [variant["label"], show_spread(variant["final"], ".4f"), show_spread(variant["best"], ".4f")]
+        cells += [show_spread(variant[name], ".4f") for name in ("final_causal", "final_top_k")]
         for axis in AXIS_NAMES:
             points = matched[axis]["points"]
-            cells.append(_spread(points[-1]["loss"][variant["label"]], ".4f") if points else "-")
+            cells.append(show_spread(points[-1]["loss"][variant["label"]], ".4f") if points else "-")
         rows.append(cells)
     ends = [f"{name} = {_place(axis, matched[axis])}" for axis, name in AXIS_NAMES.items()]
     header = ["variant", "final", "best", "causal", "top-k", *(f"equal {axis}" for axis in _SHORT.values())]
@@ -98,8 +98,8 @@ def _costs(figures: Figures) -> Table:
                 f"{variant['parameters'] / 1e6:,.2f}M",
                 f"{variant['active_parameters'] / 1e6:,.2f}M",
                 _mean(variant["flops_per_token"], ".3e"),
-                _spread(variant["tokens_per_second"], ",.0f"),
-                _spread(variant["step_seconds"], ",.1f", 1e3),
+                show_spread(variant["tokens_per_second"], ",.0f"),
+                show_spread(variant["step_seconds"], ",.1f", 1e3),
                 _mean(variant["peak_memory_bytes"], ",.2f", 1 / GIB),
                 *(_mean(variant[name], ".1%") for name in shares),
             ]
@@ -116,11 +116,11 @@ def _costs(figures: Figures) -> Table:
 def _points(figures: Figures, axis: str) -> Table:
     points = figures["matched"][axis]["points"]
     rows = [
-        [variant["label"], *(_spread(point["loss"][variant["label"]], ".4f") for point in points)]
+        [variant["label"], *(show_spread(point["loss"][variant["label"]], ".4f") for point in points)]
         for variant in figures["variants"]
     ]
     form = {"steps": ",.0f", "tokens": ",.0f", "flops": ".3e"}
-    header = ["variant", *(_time(p["at"]) if axis == "seconds" else f"{p['at']:{form[axis]}}" for p in points)]
+    header = ["variant", *(show_time(p["at"]) if axis == "seconds" else f"{p['at']:{form[axis]}}" for p in points)]
     return Table(f"counted loss at equal {AXIS_NAMES[axis]}, {figures['unit']}", header, rows)
 
 
@@ -188,7 +188,7 @@ def _mean(figure: Figures | None, form: str, factor: float = 1.0) -> str:
     return "-" if figure is None else f"{figure['mean'] * factor:{form}}"
 
 
-def _spread(figure: Figures | None, form: str, factor: float = 1.0) -> str:
+def show_spread(figure: Figures | None, form: str, factor: float = 1.0) -> str:
     """A mean, and its standard deviation over seeds."""
     mean = _mean(figure, form, factor)
     return mean if figure is None or figure["std"] is None else f"{mean} +- {figure['std'] * factor:{form}}"
@@ -198,7 +198,7 @@ def _flops(value: float | None) -> str:
     return _plain(value, ".3e")
 
 
-def _time(seconds: float | None) -> str:
+def show_time(seconds: float | None) -> str:
     if seconds is None:
         return "-"
     for limit, size, unit in ((120, 1, "s"), (7200, 60, "min"), (float("inf"), 3600, "h")):
@@ -211,4 +211,4 @@ def _place(axis: str, matched: dict[str, Any]) -> str:
     if not matched["points"]:
         return "none"
     at = matched["points"][-1]["at"]
-    return {"steps": f"{at:,.0f}", "tokens": f"{at:,.0f}", "flops": f"{at:.3e}", "seconds": _time(at)}[axis]
+    return {"steps": f"{at:,.0f}", "tokens": f"{at:,.0f}", "flops": f"{at:.3e}", "seconds": show_time(at)}[axis]

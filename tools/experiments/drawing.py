@@ -1,0 +1,70 @@
+"""What both pictures share: styles, numbers on logarithmic axes, the loss axis and the legend."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from comparing.plot import COLOURS, MARKERS, STYLES
+
+from experiments.results import Results
+
+UNITS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K"), (1.0, ""))
+
+
+def style(index: int) -> dict[str, Any]:
+    """A colour, a line and a marker; where colours repeat, the marker is another."""
+    return {
+        "color": COLOURS[index % len(COLOURS)],
+        "linestyle": STYLES[index % len(STYLES)],
+        "marker": MARKERS[(index + index // len(COLOURS)) % len(MARKERS)],
+    }
+
+
+def show_number(value: float) -> str:
+    """1234567 as 1.23M."""
+    size, unit = next(((size, unit) for size, unit in UNITS if value >= size), UNITS[-1])
+    return f"{value / size:.3g}{unit}"
+
+
+def logarithmic(panel: Any, values: Sequence[float]) -> None:
+    """An x axis with a few readable numbers, however narrow the range."""
+    low, high = min(values), max(values)
+    panel.set_xscale("log")
+    if low == high:
+        panel.set_xlim(low / 2, high * 2)
+        ticks = np.array([low])
+    else:
+        margin = (high / low) ** 0.06
+        panel.set_xlim(low / margin, high * margin)
+        ticks = np.geomspace(low, high, 5)
+    panel.set_xticks(ticks, [show_number(tick) for tick in ticks])
+    panel.minorticks_off()
+
+
+def finish(figure: Any, panels: Sequence[Any], results: Results) -> None:
+    """The look of all panels, and what the loss on the left of each row is."""
+    which = "\ncausal where depth-routed" if results.causal else ""
+    for panel in panels:
+        panel.grid(alpha=0.3)
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.tick_params(labelsize=10)
+        if panel.get_subplotspec().is_first_col():
+            panel.set_ylabel(f"validation loss ({results.unit}){which}", fontsize=11)
+
+
+def new_figure(rows: int, columns: int, size: tuple[float, float], **shared: Any) -> tuple[Any, Any]:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained", **shared)
+
+
+def save(figure: Any, path: str) -> None:
+    from matplotlib import pyplot
+
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)

@@ -1,0 +1,120 @@
+"""IsoFLOP curves: per budget and variant the fitted optimum, the best member, and both beside the baseline's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from experiments.fitting import FEWEST_SIZES, Parabola, between, fit
+from experiments.results import Point
+
+AXES = {
+    "parameters": "parameters",
+    "active": "active parameters per token",
+    "flops_per_token": "forward FLOPs per token",
+}
+QUANTITIES = ("parameters", "active_parameters", "flops_per_token")
+
+
+def place(point: Point, axis: str) -> float:
+    return float(getattr(point.cost, "active_parameters" if axis == "active" else axis))
+
+
+@dataclass(frozen=True)
+class Optimum:
+    """A place on an isoFLOP curve, fitted or measured."""
+
+    loss: float
+    parameters: float
+    active_parameters: float
+    flops_per_token: float  # of a forward pass
+    size: str | None = None  # of a measured one
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One variant at one budget."""
+
+    budget: float
+    label: str
+    points: list[Point]
+    curve: Parabola | None
+    optimum: Optimum | None
+    best: Optimum  # measured
+    problem: str | None  # why there is no optimum
+
+    @property
+    def reference(self) -> Optimum:
+        """What other variants are measured by."""
+        return self.optimum or self.best
+
+    @property
+    def reference_name(self) -> str:
+        return f"{self.label}'s " + ("optimum" if self.optimum is not None else f"best member, {self.best.size}")
+
+
+def curves(points: Sequence[Point], axis: str) -> list[Curve]:
+    groups: dict[tuple[float, str], list[Point]] = {}
+    for point in points:
+        assert point.member.budget is not None
+        groups.setdefault((point.member.budget, point.member.label), []).append(point)
+    return [_curve(budget, label, group, axis) for (budget, label), group in groups.items()]
+
+
+def _curve(budget: float, label: str, points: list[Point], axis: str) -> Curve:
+    points = sorted(points, key=lambda point: place(point, axis))
+    runs = [(place(point, axis), loss) for point in points for loss in point.losses]
+    found = fit([x for x, _ in runs], [loss for _, loss in runs])
+    best = _measured(min(points, key=lambda point: point.mean))
+    if found is None:
+        problem = f"{len(points)} finished of the {FEWEST_SIZES} sizes that a curve needs"
+        return Curve(budget, label, points, None, None, best, problem)
+    lowest = found.lowest
+    if lowest is None:
+        return Curve(budget, label, points, found, None, best, found.problem)
+    places = [place(point, axis) for point in points]
+    values = {name: between(lowest, places, [getattr(point.cost, name) for point in points]) for name in QUANTITIES}
+    return Curve(budget, label, points, found, Optimum(float(found.at(lowest)), **values), best, None)
+
+
+def _measured(point: Point) -> Optimum:
+    values = {name: float(getattr(point.cost, name)) for name in QUANTITIES}
+    return Optimum(point.mean, **values, size=point.member.size)
+
+
+def cheapest_as_good(curve: Curve, loss: float) -> Optimum | None:
+    """The measured member with the fewest FLOPs per forward pass among those that reach `loss`."""
+    reaching = [point for point in curve.points if point.mean <= loss]
+    return _measured(min(reaching, key=lambda point: point.cost.flops_per_token)) if reaching else None
+
+
+def find_baseline(found: Sequence[Curve], budget: float, label: str) -> Curve | None:
+    return next((curve for curve in found if curve.budget == budget and curve.label == label), None)
+
+
+def to_dict(curve: Curve, baseline: Curve | None) -> dict[str, Any]:
+    reference = None if baseline is None else baseline.reference
+    return {
+        "budget": curve.budget,
+        "label": curve.label,
+        "sizes": [point.member.size for point in curve.points],
+        "fit": None if curve.curve is None else asdict(curve.curve),
+        "problem": curve.problem,
+        "relative_to": None if baseline is None else baseline.reference_name,
+        "optimum": _beside(curve.optimum, reference),
+        "best": _beside(curve.best, reference),
+        "cheapest_as_good_as_baseline": (
+            None if reference is None else _beside(cheapest_as_good(curve, reference.loss), reference)
+        ),
+    }
+
+
+def _beside(optimum: Optimum | None, reference: Optimum | None) -> dict[str, Any] | None:
+    if optimum is None:
+        return None
+    return {
+        **asdict(optimum),
+        "relative_flops": None if reference is None else optimum.flops_per_token / reference.flops_per_token,
+        "relative_loss": None if reference is None else optimum.loss / reference.loss - 1,
+    }

@@ -1,0 +1,189 @@
+"""The command line and the course of an experiment: plan, run what is not finished, report."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from comparing.tables import Table
+
+    from experiments.members import Member
+    from experiments.results import Results
+    from experiments.running import Outcome
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a tool makes of the results."""
+
+    figures: dict[str, Any]
+    tables: list[Table]
+    lines: list[str]  # in words
+
+
+def add_shared_options(parser: argparse.ArgumentParser, picture: str) -> None:
+    parser.add_argument(
+        "--config", nargs="+", required=True, metavar="FILE", help="configurations, such as ds_configs/moe.json"
+    )
+    parser.add_argument(
+        "--vary",
+        action="append",
+        default=[],
+        metavar="[NAME:]PATH=V,V,...",
+        help="values a setting takes in turn, in every configuration or in NAME alone (its file's name; several with "
+        "commas); given again, all combinations",
+    )
+    parser.add_argument("--set", action="append", default=[], metavar="PATH=VALUE", help="a setting of all members")
+    parser.add_argument("--seeds", nargs="+", type=whole_number, metavar="N", help="default: mode.seed of the files")
+    parser.add_argument("--output", required=True, metavar="DIR", help="where the run directories go, or are")
+    parser.add_argument("--plan", "--dry_run", action="store_true", help="print the members and what they cost; exit")
+    parser.add_argument("--report", action="store_true", help="train nothing, report on what is there")
+    parser.add_argument(
+        "--command",
+        metavar="TEMPLATE",
+        help='what runs a member, with {config}, {output_dir} and {name} in it, for example "sbatch docs/slurm.sbatch '
+        '--deepspeed_config {config} --output_dir {output_dir}"; default: train.py as one process. Members that it '
+        "only queues are reported on by --report",
+    )
+    parser.add_argument(
+        "--world_size", type=positive, default=1, metavar="N", help="ranks of a member, for the plan (1)"
+    )
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    parser.add_argument("--write", metavar="FILE", help="write the report there as Markdown")
+    parser.add_argument("--plot", metavar="FILE", help=f"a .png, .pdf or .svg file (default: {picture} in --output)")
+
+
+def whole_number(text: str) -> int:
+    if not text.isdecimal() or len(text) > 15:
+        raise argparse.ArgumentTypeError(f"is {text!r}; it must be a whole number of at least 0")
+    return int(text)
+
+
+def positive(text: str) -> int:
+    if not whole_number(text):
+        raise argparse.ArgumentTypeError("is 0; it must be at least 1")
+    return int(text)
+
+
+def flops(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"is {text!r}; it must be a number of FLOPs above 0, such as 5e12")
+    return value
+
+
+def conduct(
+    options: argparse.Namespace,
+    plan: Callable[[argparse.Namespace], list[Member]],
+    report: Callable[[Results, argparse.Namespace], Report],
+    draw: Callable[[Results, Report, argparse.Namespace, str], None],
+    picture: str,
+) -> int:
+    """Exit code 0; 1 when a member failed; 2 for wrong usage; 75 when interrupted."""
+    from experiments.results import gather
+    from experiments.running import INTERRUPTED
+    from mode.runs import RunError
+    from mode.section import ConfigError
+
+    try:
+        outcomes, interrupted = _outcomes(options, plan)
+        if options.plan:
+            _print_plan(outcomes, options.json)
+            return 0
+        results = gather(outcomes)
+        found = report(results, options)
+        written = _draw(options, results, found, draw, picture)
+        if options.write:
+            near = None if written is None else os.path.relpath(written, Path(options.write).parent)
+            Path(options.write).write_text(render(results, found, near, markdown=True) + "\n", encoding="utf-8")
+    except (ConfigError, RunError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"error: reading or writing failed: {error}", file=sys.stderr)
+        return 2
+    figures = {**results.to_dict(), **found.figures, "plot": written}
+    print(json.dumps(figures, indent=2) if options.json else render(results, found, written, markdown=False))
+    states = {outcome.state for outcome in outcomes}
+    if interrupted or "interrupted" in states:
+        return INTERRUPTED
+    return 1 if "failed" in states else 0
+
+
+def _outcomes(
+    options: argparse.Namespace, plan: Callable[[argparse.Namespace], list[Member]]
+) -> tuple[list[Outcome], bool]:
+    from experiments.running import check_unchanged, look, parse_command, run_members
+    from mode.section import ConfigError
+
+    output = Path(options.output)
+    if options.plot and Path(options.plot).suffix not in (".png", ".pdf", ".svg"):
+        raise ConfigError("--plot", f"is {options.plot}; it must end in .png, .pdf or .svg")
+    if options.plan and options.report:
+        raise ConfigError("--plan", "and --report exclude each other")
+    if options.report and not output.is_dir():
+        raise ConfigError("--output", f"{output} is no directory; --report needs what the tool wrote without it")
+    members = plan(options)
+    command = parse_command(options.command)
+    for member in members:
+        check_unchanged(member, output)
+    if options.plan or options.report:
+        return [look(member, output) for member in members], False
+    return run_members(members, output, command, own=options.command is None)
+
+
+def _print_plan(outcomes: Sequence[Outcome], as_json: bool) -> None:
+    from experiments.results import plan_table
+
+    if as_json:
+        print(json.dumps({"members": [{**item.member.to_dict(), "state": item.state} for item in outcomes]}, indent=2))
+        return
+    print(plan_table(outcomes).text())
+
+
+def _draw(
+    options: argparse.Namespace,
+    results: Results,
+    found: Report,
+    draw: Callable[[Results, Report, argparse.Namespace, str], None],
+    picture: str,
+) -> str | None:
+    """The picture's path, if there is one."""
+    if not results.points:
+        return None
+    path = options.plot or str(Path(options.output) / picture)
+    try:
+        draw(results, found, options, path)
+    except ModuleNotFoundError as error:
+        print(f"warning: no picture: it needs {error.name}: pip install -e '.[plots]'", file=sys.stderr)
+        return None
+    return path
+
+
+def render(results: Results, found: Report, picture: str | None, markdown: bool) -> str:
+    from comparing.tables import wrap
+
+    from experiments.results import points_table, troubles
+
+    parts = [f"**WARNING**: {text}" if markdown else wrap(f"WARNING: {text}") for text in results.warnings]
+    tables = [points_table(results), *found.tables] if results.points else []
+    parts += [table.markdown() if markdown else table.text() for table in tables]
+    sections = {"findings": found.lines, "not finished": troubles(results)}
+    for title, lines in sections.items():
+        if lines:
+            heading = f"### {title.capitalize()}\n\n" if markdown else f"{title}\n"
+            parts.append(heading + "\n".join(f"- {line}" if markdown else wrap(line) for line in lines))
+    if picture is not None:
+        parts.append(f"![{Path(picture).stem}]({picture})" if markdown else f"picture: {picture}")
+    return "\n\n".join(parts)
