@@ -77,7 +77,7 @@ def test_the_step_benchmark_counts_the_flops_of_the_routes_taken() -> None:
     assert rows["moe"]["flops"] > rows["mode_integrated"]["flops"] > rows["mode"]["flops"]
     for row in rows.values():
         assert row["times_fewer_flops"] == pytest.approx(rows["moe"]["flops"] / row["flops"])
-    assert [row["block"] for row in found["blocks"]][:2] == ["full block", "depth-routed, 12.5 %"]
+    assert [row["block"] for row in found["blocks"]][:2] == ["full block", "depth-routed, 12.5%"]
 
 
 def test_the_memory_benchmark_has_a_process_for_every_model() -> None:
@@ -86,3 +86,45 @@ def test_the_memory_benchmark_has_a_process_for_every_model() -> None:
     )
     assert code == 0 and len(found["memory"]) == 5
     assert all(row["lowest"] <= row["peak_bytes"] <= row["highest"] for row in found["memory"])
+
+
+def test_the_profile_names_every_kind_of_work(tmp_path: Path) -> None:
+    plot = tmp_path / "step.png"
+    code, found = figures(
+        *("tools/benchmark.py", "profile", "--tokens", "128", "--sequence_length", "64", "--layers", "2", *SMALL),
+        *("--plot", str(plot)),
+    )
+    assert code == 0 and [row["model"] for row in found["profile"]] == ["moe", "mode_staged", "mode_integrated", "mode"]
+    for row in found["profile"]:
+        assert all(row["seconds"][kind] > 0 for kind in ("matrix products", "attention", "optimizer", "elementwise"))
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_decode_benchmark_counts_flops_and_cache() -> None:
+    code, found = figures(
+        *("tools/benchmark.py", "decode", "--layers", "4", "--batches", "1", "3", "--contexts", "256", *SMALL),
+        *("--steps", "2", "--vocabulary", "64"),
+    )
+    rows = {(row["batch"], row["model"]): row for row in found["decode"]}
+    assert code == 0 and len(rows) == 2 * 6
+    for (batch, model), row in rows.items():
+        share = row["times_moe"]["median"] / row["times_fewer_flops"]
+        assert row["tokens_per_second"] > 0 and row["kept_of_the_saving"] == pytest.approx(share)
+        if model in ("dense", "moe", "mode_integrated"):
+            per_slot = 2 * batch * 2 * 4 * 4 * 4  # keys and values x rows x heads x head width x float32 x layers
+            assert row["cache_bytes"] % per_slot == 0 and row["cache_bytes"] >= 256 * per_slot
+        else:
+            assert row["cache_bytes"] < rows[batch, "moe"]["cache_bytes"]
+    assert rows[1, "moe"]["times_fewer_flops"] == 1 and rows[1, "mode_staged"]["times_fewer_flops"] > 1
+
+
+def test_growth_is_measured_for_tokens_experts_and_no_ops() -> None:
+    code, found = figures("tools/benchmark.py", "layer", "--grow", "--width", "8", "--hidden", "8", "--repeats", "2")
+    grown = [(each["what"], each["tokens"], [row["value"] for row in each["rows"]]) for each in found["growth"]]
+    assert code == 0 and grown == [
+        ("tokens", None, ["2048", "4096", "8192", "16384", "32768"]),
+        ("experts", 4096, ["8", "16", "32", "64"]),
+        ("experts", 32768, ["8", "16", "32", "64"]),
+        ("no-op share", 4096, ["0", "0.25", "0.5", "0.75"]),
+    ]
+    assert all(each["rows"][0]["times_the_first"]["median"] == 1 for each in found["growth"])

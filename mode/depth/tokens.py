@@ -2,13 +2,33 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 
-def gather_tokens(x_BLD: Tensor, kept_BS: Tensor) -> Tensor:
-    """The kept tokens of every row, in order."""
+def take_tokens(x_BLD: Tensor, kept_BS: Tensor) -> tuple[Tensor, Tensor]:
+    """(x, to go on with; the kept tokens of every row, in order)."""
     _, length, width = x_BLD.shape
-    return x_BLD.flatten(0, 1).index_select(0, flat_index(kept_BS, length).flatten()).view(*kept_BS.shape, width)
+    x_TD, kept_RD = _Take.apply(x_BLD.flatten(0, 1), flat_index(kept_BS, length).flatten())
+    return x_TD.view_as(x_BLD), kept_RD.view(*kept_BS.shape, width)
+
+
+class _Take(torch.autograd.Function):
+    """Both uses of x in one, so that backward adds the kept tokens' gradients in place of filling a grid with zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, index_R: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(index_R)
+        return x_TD.view_as(x_TD), x_TD.index_select(0, index_R)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_TD: Tensor, grad_RD: Tensor) -> tuple[Tensor, None]:
+        (index_R,) = ctx.saved_tensors
+        return grad_TD.index_add(0, index_R, grad_RD), None
 
 
 def add_to_tokens(x_BLD: Tensor, index_T: Tensor, update_TD: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from mode.config import ExpertsConfig, ModeConfig
 from mode.depth.router import build_depth_router
-from mode.depth.tokens import add_to_tokens, flat_index, gather_tokens
+from mode.depth.tokens import add_to_tokens, flat_index, take_tokens
 from mode.layers import SwiGLU
 from mode.model.attention import Attend, Attention, attend_causally
 from mode.model.cache import BlockCache
@@ -139,7 +139,8 @@ class DepthRoutedBlock(nn.Module):
         self, x_BLD: Tensor, placement: Placement, depth: DepthRouting, attend: Attend
     ) -> tuple[Tensor, BlockRouting]:
         kept = placement.take(depth.kept_BS, depth.valid_BS)
-        update_BSD, experts = self.body(gather_tokens(x_BLD, depth.kept_BS), kept, attend)
+        x_BLD, kept_BSD = take_tokens(x_BLD, depth.kept_BS)
+        update_BSD, experts = self.body(kept_BSD, kept, attend)
         gated_BSD = (depth.gates_BS.unsqueeze(-1) * update_BSD).to(x_BLD.dtype)
         index_T = kept.flatten(flat_index(depth.kept_BS, x_BLD.shape[1]))
         out_BLD = add_to_tokens(x_BLD, index_T, kept.flatten(gated_BSD))

@@ -1,6 +1,6 @@
 """One expert layer, forward and backward, beside its peers and beside a dense one of equal FLOPs, the limit.
 
-With `--grow`, our layer alone with more tokens and more experts.
+With `--grow`, our layer alone with more tokens, more experts and more no-ops.
 """
 
 from __future__ import annotations
@@ -10,12 +10,18 @@ import dataclasses
 import statistics
 from typing import Any
 
-from benchmarks.layers import Sizes, expert_contenders, our_layer, training_contender
+from benchmarks.layers import Sizes, expert_contenders, hold_share, our_layer, training_contender
 from benchmarks.turns import gemm_peak, ratio, show_ratio, take_turns
 from mode.training.engine import start_process_group
 
 OURS, LIMIT = "mode, grouped_mm", "dense SwiGLU"
-GROWTH: dict[str, list[int]] = {"tokens": [2048, 4096, 8192, 16384, 32768], "experts": [8, 16, 32, 64]}
+MANY = 32768  # tokens
+GROWTH: tuple[tuple[str, list[float], dict[str, int]], ...] = (  # what grows, through which values, at which sizes
+    ("tokens", [2048, 4096, 8192, 16384, MANY], {}),
+    ("experts", [8, 16, 32, 64], {}),
+    ("experts", [8, 16, 32, 64], {"tokens": MANY}),
+    ("no-op share", [0.0, 0.25, 0.5, 0.75], {}),
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,7 +35,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     start_process_group()
     sizes = Sizes.read(options)
     if options.grow:
-        return {name: grow(sizes, name, values, options.repeats) for name, values in GROWTH.items()}
+        growth = [grow(sizes, *what, options.repeats) for what in GROWTH]
+        return {"growth": growth, "sizes": vars(sizes), "repeats": options.repeats}
     rows: list[dict[str, Any]] = []
     absent: dict[str, str] = {}
     for top_k in options.choices:
@@ -53,26 +60,34 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     return {"layer": rows, "absent": absent, "sizes": vars(sizes), "repeats": options.repeats, "gemm_peak": gemm_peak()}
 
 
-def grow(sizes: Sizes, name: str, values: list[int], repeats: int) -> list[dict[str, Any]]:
+def grow(sizes: Sizes, name: str, values: list[float], fixed: dict[str, int], repeats: int) -> dict[str, Any]:
     """Our layer at several sizes, in turns: time per token, and beside the first size."""
-    sized = [dataclasses.replace(sizes, **{name: value}) for value in values]
-    contenders = [training_contender(str(getattr(s, name)), our_layer(s), s.tokens_TD()) for s in sized]
+    contenders, tokens = [], {}
+    for value in values:
+        share = value if name == "no-op share" else 0.0
+        own = {} if name == "no-op share" else {name: int(value)}
+        sized = dataclasses.replace(sizes, **{**fixed, **own})
+        layer, x_TD = our_layer(sized, share), sized.tokens_TD()
+        hold_share(layer, share, x_TD.detach())
+        contenders.append(training_contender(f"{value:g}", layer, x_TD))
+        tokens[f"{value:g}"] = sized.tokens
     seconds = take_turns(contenders, repeats)
-    per_token = {str(getattr(s, name)): [t / s.tokens for t in seconds[str(getattr(s, name))]] for s in sized}
-    first = per_token[str(values[0])]
-    return [
+    per_token = {value: [each / tokens[value] for each in found] for value, found in seconds.items()}
+    first = per_token[f"{values[0]:g}"]
+    rows = [
         {
-            name: value,
-            "microseconds_per_token": statistics.median(per_token[str(value)]) * 1e6,
-            "times_the_first": ratio(per_token[str(value)], first),
+            "value": value,
+            "microseconds_per_token": statistics.median(found) * 1e6,
+            "times_the_first": ratio(found, first),
         }
-        for value in values
+        for value, found in per_token.items()
     ]
+    return {"what": name, "tokens": None if name == "tokens" else tokens[f"{values[0]:g}"], "rows": rows}
 
 
 def table(figures: dict[str, Any]) -> str:
     if "layer" not in figures:
-        return "\n\n".join(growth_table(name, rows) for name, rows in figures.items())
+        return "\n\n".join(growth_table(each, figures) for each in figures["growth"])
     sizes, peak = figures["sizes"], figures["gemm_peak"]
     lines = [
         f"One expert layer, forward and backward, fp32, {sizes['tokens']} tokens, width {sizes['width']}, "
@@ -92,8 +107,17 @@ def table(figures: dict[str, Any]) -> str:
     return "\n".join(lines).rstrip()
 
 
-def growth_table(name: str, rows: list[dict[str, Any]]) -> str:
-    lines = [f"| {name} | microseconds per token | times the first |", "|---|---|---|"]
-    for row in rows:
-        lines.append(f"| {row[name]} | {row['microseconds_per_token']:.2f} | {show_ratio(row['times_the_first'])} |")
+def growth_table(grown: dict[str, Any], figures: dict[str, Any]) -> str:
+    sizes, name = figures["sizes"], grown["what"]
+    others = [f"{grown['tokens']} tokens"] if name != "tokens" else []
+    others += [f"{sizes['experts']} experts"] if name != "experts" else []
+    lines = [
+        f"Our layer with growing {name}, forward and backward, fp32; {', '.join(others)}, width {sizes['width']}, "
+        f"experts of width {sizes['hidden']}, top-{sizes['top_k']}; median of {figures['repeats']} turns.",
+        "",
+        f"| {name} | microseconds per token | times the first |",
+        "|---|---|---|",
+    ]
+    for row in grown["rows"]:
+        lines.append(f"| {row['value']} | {row['microseconds_per_token']:.2f} | {show_ratio(row['times_the_first'])} |")
     return "\n".join(lines)

@@ -7,6 +7,7 @@ taken. And a depth-routed block beside a full one.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import statistics
 from functools import partial
 from typing import Any
@@ -27,6 +28,7 @@ from mode.training.metrics import counted_flops
 from mode.training.step import Step, optimizer_step
 
 COMPILED = ", compiled"
+CAPACITIES = (0.125, 0.25, 0.5, 0.75)  # of the depth-routed blocks that are measured
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -109,13 +111,17 @@ def measure_blocks(options: argparse.Namespace) -> tuple[list[dict[str, Any]], d
     )
     x_BLD = torch.randn(rows, length, config.model.width, requires_grad=True)
     keys_B = torch.arange(rows)
-    full, routed = Block(config, 0, MoELayer), DepthRoutedBlock(config, 1, MoELayer)
-    for block in (full, routed):
+    full = Block(config, 0, MoELayer)
+    blocks: dict[str, nn.Module] = {"full block": full}
+    for capacity in CAPACITIES:
+        assert config.depth is not None
+        depth = dataclasses.replace(config.depth, capacity_fraction=capacity)
+        routed = DepthRoutedBlock(dataclasses.replace(config, depth=depth), 1, MoELayer)
+        blocks[f"depth-routed, {capacity:.1%}"] = routed
+    contenders = []
+    for name, block in blocks.items():
         scale_weights(block)
-    contenders = [
-        block_contender("full block", full, x_BLD, partial(full, x_BLD, whole, keys_B)),
-        block_contender("depth-routed, 12.5 %", routed, x_BLD, partial(routed, x_BLD, whole, keys_B)),
-    ]
+        contenders.append(block_contender(name, block, x_BLD, partial(block, x_BLD, whole, keys_B)))
     absent = {}
     try:
         from MoD import MoD
@@ -126,7 +132,7 @@ def measure_blocks(options: argparse.Namespace) -> tuple[list[dict[str, Any]], d
         call = partial(
             public, x_BLD, position_ids=whole.positions_BS, output_attentions=False, use_cache=False, **arguments
         )
-        contender = block_contender("mixture-of-depth, 12.5 %", public, x_BLD, call)
+        contender = block_contender("mixture-of-depth, 12.5%", public, x_BLD, call)
         contender.run()
         contenders.append(contender)
     except Exception as error:  # not installed, or it fails: either is reported
