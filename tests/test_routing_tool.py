@@ -129,6 +129,17 @@ def ranks_by_counting(values: list[float]) -> list[float]:
     return [sum(v < x for v in values) + (sum(v == x for v in values) + 1) / 2 for x in values]
 
 
+def test_the_best_threshold_is_the_best_of_all() -> None:
+    random = np.random.default_rng(0)
+    logits = random.normal(size=(4, 9)).astype(np.float32)
+    kept = (logits >= np.sort(logits, axis=1)[:, -2:-1]).astype(np.int64)  # the two largest of each row
+    found = figures.best_threshold(logits, kept)
+    levels = [*logits.ravel(), np.inf]
+    assert found["agrees"] == max(((logits >= level) == kept).mean() for level in levels) < 1
+    assert ((logits >= found["logit"]) == kept).mean() == found["agrees"]
+    assert figures.best_threshold(logits, np.zeros_like(kept))["agrees"] == 1  # nothing kept: above all of them
+
+
 def test_the_rank_correlation_is_that_worked_out_by_hand_with_ties():
     assert figures.average_ranks([1, 2, 2, 3]).tolist() == [1, 2.5, 2.5, 4]
     assert figures.average_ranks([10, 30, 20, 20]).tolist() == [1, 4, 2.5, 2.5]

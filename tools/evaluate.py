@@ -11,7 +11,6 @@ to compare with other models. The validation text is that of the model's configu
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 from pathlib import Path
@@ -130,19 +129,9 @@ def render(figures: dict[str, Any]) -> str:
 
 def main(command_line: list[str] | None = None) -> int:
     arguments = parse_arguments(command_line)
-    from mode.data import DataError
-    from mode.section import ConfigError
+    from mode.tooling import print_figures
 
-    try:
-        figures = measure(arguments)
-    except (ConfigError, DataError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"error: reading or writing failed: {error}", file=sys.stderr)
-        return 4
-    print(json.dumps(figures, indent=2) if arguments.json else render(figures))
-    return 0
+    return print_figures(lambda: measure(arguments), render, arguments.json)
 
 
 if __name__ == "__main__":

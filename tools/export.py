@@ -109,18 +109,9 @@ def render(figures: dict[str, Any]) -> str:
 
 def main(command_line: list[str] | None = None) -> int:
     arguments = parse_arguments(command_line)
-    from mode.section import ConfigError
+    from mode.tooling import print_figures
 
-    try:
-        figures = export(arguments)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"error: reading or writing failed: {error}", file=sys.stderr)
-        return 4
-    print(json.dumps(figures, indent=2) if arguments.json else render(figures))
-    return 0
+    return print_figures(lambda: export(arguments), render, arguments.json)
 
 
 if __name__ == "__main__":

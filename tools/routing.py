@@ -14,7 +14,6 @@ matplotlib.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -157,24 +156,11 @@ def make_report(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def main(command_line: list[str] | None = None) -> int:
     arguments = parse_arguments(command_line)
-    from mode.data import DataError
-    from mode.section import ConfigError
+    from routes.table import render
 
-    try:
-        report = make_report(arguments)
-    except (ConfigError, DataError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"error: reading or writing failed: {error}", file=sys.stderr)
-        return 4
-    if arguments.json:
-        print(json.dumps(report, indent=1))
-    else:
-        from routes.table import render
+    from mode.tooling import print_figures
 
-        print(render(report))
-    return 0
+    return print_figures(lambda: make_report(arguments), render, arguments.json)
 
 
 if __name__ == "__main__":

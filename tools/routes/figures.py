@@ -50,11 +50,25 @@ def depth_figures(config: ModeConfig, passes: Mapping[str, Survey], shown: str) 
             str(layer): {
                 "kept": {name: float(found.kept_NXL[:, layer].mean()) for name, found in passes.items()},
                 "above_half": float((weights[layer] > 0.5).mean()),
+                "best_threshold": best_threshold(passes["top_k"].logits[layer], passes["top_k"].kept_NXL[:, layer]),
             }
             for layer in weights
         },
         "histogram": {"edges": edges.tolist(), "counts": counts.tolist()},
     }
+
+
+def best_threshold(logits_NL: NDArray[np.float32], kept_NL: NDArray[np.int64]) -> dict[str, float]:
+    """The level of the router's own logit that agrees with these decisions most often: what a token can know alone.
+
+    Not always: top-k keeps the largest of each sequence, and sequences differ.
+    """
+    logits, kept = logits_NL.ravel(), kept_NL.ravel()
+    order = np.argsort(-logits, kind="stable")
+    rightly_kept = np.concatenate([[0], np.cumsum(kept[order])])  # with the first n kept, n from none to all
+    agree = rightly_kept + (logits.size - np.arange(logits.size + 1)) - (kept.sum() - rightly_kept)
+    best = int(agree.argmax())
+    return {"logit": float(logits[order[max(best - 1, 0)]]), "agrees": float(agree[best] / logits.size)}
 
 
 def expert_figures(config: ModeConfig, found: Survey) -> dict[str, Any] | None:

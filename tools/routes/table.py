@@ -47,9 +47,15 @@ def render(report: dict[str, Any]) -> str:
         rows.append(("for TensorBoard", report["tensorboard"]))
     parts = [table(rows)]
     if depth is not None and depth["blocks"]:
-        header = ["block", *(f"kept, {NAMES[name]}" for name in report["loss"]), "router weight above 0.5"]
+        header = ["block", *(f"kept, {NAMES[name]}" for name in report["loss"])]
+        header += ["router weight above 0.5", "best threshold agrees with top-k"]
         cells = [
-            [layer, *(f"{share:.1%}" for share in block["kept"].values()), f"{block['above_half']:.1%}"]
+            [
+                layer,
+                *(f"{share:.1%}" for share in block["kept"].values()),
+                f"{block['above_half']:.1%}",
+                f"{block['best_threshold']['agrees']:.1%}",
+            ]
             for layer, block in depth["blocks"].items()
         ]
         parts.append(_columns(header, cells))

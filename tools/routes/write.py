@@ -18,6 +18,7 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from mode.config import ModeConfig
 from mode.model.pretrained import WEIGHTS
+from mode.runs import RunError, read_run
 from mode.training.checkpoint import step_of
 from mode.training.load import Loaded
 
@@ -25,6 +26,7 @@ from . import page, plots
 from .survey import Survey, work
 from .table import NAMES, render
 
+PREDICTOR = "depth/predictor_accuracy"
 Pictures = dict[str, tuple[Figure, str]]  # each with what it shows
 
 
@@ -44,7 +46,7 @@ def write_report(
     default = source.with_name(source.name + "_routing") if run is None else run / "routing"
     folder = default if output is None else output
     folder.mkdir(parents=True, exist_ok=True)
-    pictures = {name: (to_png(figure), about) for name, (figure, about) in draw(config, report, shown).items()}
+    pictures = {name: (to_png(figure), about) for name, (figure, about) in draw(config, report, shown, run).items()}
     pngs = {name: png for name, (png, _) in pictures.items()}
     for name, png in pngs.items():
         (folder / f"{name}.png").write_bytes(png)
@@ -70,7 +72,7 @@ def to_png(figure: Figure) -> bytes:
     return buffer.getvalue()
 
 
-def draw(config: ModeConfig, report: dict[str, Any], shown: Survey) -> Pictures:
+def draw(config: ModeConfig, report: dict[str, Any], shown: Survey, run: Path | None) -> Pictures:
     """Each picture that the model has something for, with what it shows."""
     name, has_no_ops = NAMES[report["shown"]], config.experts is not None and config.experts.num_no_ops > 0
     by = f" ({name})" if config.depth is not None else ""
@@ -88,6 +90,13 @@ def draw(config: ModeConfig, report: dict[str, Any], shown: Survey) -> Pictures:
             "Router weights, and the share of them above 0.5 beside the tokens kept. depth.aux_loss, which holds that "
             f"share at the capacity, is {'set' if held else 'not set here'}.",
         )
+    trained = None if run is None else predictor_accuracy(run)
+    if trained is not None:
+        drawn["predictor"] = (
+            plots.predictor(*trained, report["depth"], "The predictor in training"),
+            "How often the predictor agreed with top-k. A token cannot know how its sequence compares with others, so "
+            "even the best threshold of the router's own logit does not always agree.",
+        )
     if report["entropy"]["by"]:
         drawn["entropy"] = (
             plots.entropy(report["entropy"]["by"], f"Work on a token and the entropy of its prediction{by}"),
@@ -99,6 +108,15 @@ def draw(config: ModeConfig, report: dict[str, Any], shown: Survey) -> Pictures:
             "How often each expert was chosen, and the choices that went to no-ops; max/mean is over real experts.",
         )
     return drawn
+
+
+def predictor_accuracy(run: Path) -> tuple[list[int], list[float]] | None:
+    """(steps, shares) as logged in training; None where there are none."""
+    try:
+        logged = read_run(run).values(PREDICTOR)
+    except RunError:
+        return None
+    return (list(logged), list(logged.values())) if logged else None
 
 
 def board_folder(run: Path) -> Path:
