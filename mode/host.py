@@ -16,7 +16,8 @@ def share_the_cores() -> None:
     Idle threads spin for a moment only, then sleep: beside any other busy process, spinning ones make a step
     several times slower.
     """
-    ranks = int(os.environ.get("LOCAL_SIZE", "1"))
+    told = os.environ.get("LOCAL_SIZE", "")
+    ranks = max(1, int(told)) if told.isdecimal() else 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")

@@ -337,6 +337,7 @@ def test_other_tokens_are_compared_by_bytes_and_other_text_is_not_compared(tmp_p
     assert found["verdicts"][0]["percent"] == pytest.approx(25), "more bits, although fewer nats per token"
     assert compare.main([str(tmp_path), "--assert_better", "b", "a", "--json"]) == 1
     assert "warning: the runs have different tokenizers" in capsys.readouterr().err, "loud beside JSON, too"
+    assert "name two variants" in fails(capsys, tmp_path, "--assert_better", "a", "a")
 
     write_run(tmp_path / "c", lambda _: 2.5, **tokens)
     assert "NOT COMPARABLE" in figures(capsys, tmp_path / "a", tmp_path / "c")["verdicts"][0]["text"]
@@ -369,7 +370,7 @@ def test_assert_better_knows_its_margin(tmp_path, capsys):
     assert code("a", "b") == 0 and code("a", "b", "--by", "0.0099") == 0
     assert code("a", "b", "--by", "0.0101") == 1
     assert "a is 1.000% below b" in capsys.readouterr().err
-    assert code("b", "a") == 1 and code("b", "b") == 0
+    assert code("b", "a") == 1 and code("b", "b") == 2  # a variant is not better than itself
     folders = [str(tmp_path / name) for name in "ab"]
     assert compare.main(["--assert_better", *folders, "--by", "0.005"]) == 0, "run directories will do"
     assert "neither a run directory nor one of the variants: a, b" in fails(

@@ -128,6 +128,8 @@ def test_values_are_json_or_text_and_may_hold_commas():
         "no values": (["--vary", "mode.depth.every"], "must look like mode.depth.every=1,2"),
         "a value twice": (["--vary", "mod:mode.depth.every=1,1"], "names a value twice"),
         "a wrong value": (["--vary", "mod:mode.depth.gate=rwa"], 'mod-gate=rwa: mode.depth.gate: is "rwa"'),
+        "a seed besides --seeds": (["--vary", "mode.seed=3,5", "--seeds", "0"], "mode.seed is set by --seeds"),
+        "a length besides --flops": (["--vary", "mode.train.steps=3,5", "--flops", "1e9"], "is set by the budget"),
         "a seed twice": (["--seeds", "1", "1"], "two members called dense-seed1"),
         "a command without places": (["--command", "true"], "--command: is \"true\"; it must name {config}"),
         "a picture": (["--plot", "a.gif"], "--plot: is a.gif; it must end in .png"),
@@ -373,3 +375,7 @@ def test_a_real_sweep_is_interrupted_and_resumed_past_a_member_that_fails(tmp_pa
     report = run_tool(sweep, capsys, *arguments, "--report")
     assert report["points"] == found["points"]
     assert before == {path: path.stat().st_mtime_ns for path in first.rglob("*")}
+
+    (first / "metrics.jsonl").write_text("")  # its checkpoint is at the end, so there is nothing left to log
+    lost, _ = run_tool(sweep, capsys, *arguments, code=1)["members"]
+    assert lost["state"] == "failed" and f"delete {first} to run it again" in lost["problem"]

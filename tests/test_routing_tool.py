@@ -356,13 +356,14 @@ def test_a_run_its_steps_and_tensorboard_which_resuming_leaves_alone(run, capsys
     assert (tmp_path / "routing.html").is_file() and older["leak"] is None
     again = report(capsys, run, "--step", 2, "--leak", 0)
     assert older["depth"] == again["depth"] and older["loss"] == again["loss"] != newest["loss"]
-    pngs = {name: (run / "routing" / f"{name}.png").read_bytes() for name in PICTURES["both"]}
+    drawn = {*PICTURES["both"], "predictor"}  # of a run there is also how its predictor was trained
+    pngs = {name: (run / "routing" / f"{name}.png").read_bytes() for name in drawn}
     assert write.to_tensorboard(run / "routing", 2, pngs) == run / "routing"
     files = {file.name: file.read_bytes() for file in (run / "routing").glob("events*")}
     assert len(files) == 2, "the second report of step 2 took the place of the first"
     events = EventAccumulator(str(run / "routing"), size_guidance={"images": 0}).Reload()
-    assert set(events.Tags()["images"]) == {f"routing/{name}" for name in PICTURES["both"]}
-    for name in PICTURES["both"]:
+    assert set(events.Tags()["images"]) == {f"routing/{name}" for name in drawn}
+    for name in drawn:
         images = {image.step: image.encoded_image_string for image in events.Images(f"routing/{name}")}
         assert images.keys() == {2, 4} and images[2] == pngs[name]
     own = len(list(run.glob("events*")))

@@ -12,7 +12,6 @@ what you trust.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from pathlib import Path
@@ -65,7 +64,7 @@ def export(arguments: argparse.Namespace) -> dict[str, Any]:
     weights = {name: weights[name].to(tensor.dtype) for name, tensor in model.weights().items()}
     save_pretrained(output, config, weights, run_dir / "tokenizer", overwrite=arguments.overwrite)
     step = step_of(checkpoint)
-    evaluated, loss = validation_loss(run_dir / "metrics.jsonl", step)
+    evaluated, loss = validation_loss(run_dir, step)
     return {
         "output": arguments.output,
         "description": config.description,
@@ -79,12 +78,17 @@ def export(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def validation_loss(metrics: Path, step: int) -> tuple[int | None, float | None]:
-    """(step, loss) of the last evaluation up to `step`."""
-    lines = metrics.read_text().splitlines() if metrics.is_file() else []
-    for row in map(json.loads, reversed(lines)):
+def validation_loss(run_dir: Path, step: int) -> tuple[int | None, float | None]:
+    """(step, loss) of the last evaluation up to `step`; (None, None) where the metrics cannot be read."""
+    from mode.run_files import METRICS, RunError, read_metrics
+
+    try:
+        rows = read_metrics(run_dir)[0] if (run_dir / METRICS).is_file() else []
+    except RunError:
+        rows = []
+    for row in reversed(rows):
         if row["step"] <= step and "loss/val" in row:
-            return row["step"], row["loss/val"]
+            return int(row["step"]), row["loss/val"]
     return None, None
 
 

@@ -54,8 +54,6 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 def check(arguments: argparse.Namespace) -> None:
     import importlib.util
 
-    import torch
-
     from mode.section import ConfigError
 
     for name, least in (("sequences", 1), ("batch_size", 1), ("leak", 0), ("texts", 0)):
@@ -66,11 +64,6 @@ def check(arguments: argparse.Namespace) -> None:
         raise ConfigError(
             "matplotlib", 'is not installed; pip install "deepspeed-mode[plots]", or pip install matplotlib'
         )
-    try:
-        torch.empty(0, device=arguments.device)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise ConfigError("--device", f"is {arguments.device!r}, which torch refuses: {reason}; try cpu") from None
 
 
 def passes_of(config: ModeConfig, shown: str, source: Path) -> dict[str, bool | str]:

@@ -79,6 +79,8 @@ def stream(
     prompts = Prompts.from_left_padded(input_ids, lengths)
     decoder = (CachedDecoder if use_cache else UncachedDecoder)(model, prompts, method)
     stops = torch.tensor(sorted(stop_tokens), dtype=torch.int64, device=input_ids.device)
+    if not -(2**63) <= seed < 2**63 - len(input_ids):
+        raise ValueError(f"seed is {seed}; it must be a number of 64 bits")
     return _tokens(model, decoder, prompts, max_new_tokens, sampling or Sampling(), stops, seed)
 
 

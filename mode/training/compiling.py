@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -15,6 +17,16 @@ from mode.config_file import RunConfig
 from mode.model.block import BlockBody, DenseFeedForward
 from mode.model.transformer import ModeTransformer
 from mode.section import ConfigError
+
+
+@contextmanager
+def uncompiled(was_compiled: bool) -> Iterator[None]:
+    """For sampling, whose shapes change with every token: compiling for each would take longer than it saves."""
+    if not was_compiled:
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
 
 
 def compile_dense_parts(model: ModeTransformer, run: RunConfig, device: torch.device) -> None:

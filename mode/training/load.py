@@ -27,6 +27,11 @@ class Loaded:
 
 def load_model(path: Path, step: int | None = None, *, device: str = "cpu", dtype: torch.dtype | None = None) -> Loaded:
     """From an exported folder, a run directory (its newest whole checkpoint, or that of `step`) or a folder step_N."""
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError("--device", f'is "{device}", which torch refuses: {reason}; try cpu') from None
     if (path / WEIGHTS).is_file():
         if step is not None:
             raise ConfigError("--step", f"is {step}, but {path} is an exported model, which has no steps; leave it out")

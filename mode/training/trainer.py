@@ -27,7 +27,7 @@ from mode.model.transformer import ModeOutput, ModeTransformer
 from mode.routing import BlockRouting
 from mode.section import ConfigError, show
 from mode.training import checkpoint as checkpoints
-from mode.training.compiling import compile_dense_parts
+from mode.training.compiling import compile_dense_parts, uncompiled
 from mode.training.console import Console, plan_table, table
 from mode.training.elastic import for_any_layout, layout_of, load_universal
 from mode.training.engine import agreed_backend, build_engine, build_model, device, peak_flops, peak_memory
@@ -374,13 +374,14 @@ class Trainer:
         num_prompt = min(SAMPLE_PROMPT_TOKENS, length // 2)
         prompt = torch.from_numpy(self.data.validation.rows[:1, :num_prompt].astype("int64")).to(self.device)
         ep_size = self.config.experts.ep_size if self.config.experts is not None else 1
-        ids = self.model.generate(
-            prompt,
-            min(SAMPLE_NEW_TOKENS, length - num_prompt),
-            temperature=0.8,
-            use_cache=ep_size == 1 and self.run.engine.zero_stage < 3,
-            seed=self.config.seed,
-        )
+        with uncompiled(self.config.train.compile):
+            ids = self.model.generate(
+                prompt,
+                min(SAMPLE_NEW_TOKENS, length - num_prompt),
+                temperature=0.8,
+                use_cache=ep_size == 1 and self.run.engine.zero_stage < 3,
+                seed=self.config.seed,
+            )
         return self.data.tokenizer.decode(ids[0].tolist())
 
     def _commands(self) -> str:

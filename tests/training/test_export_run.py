@@ -194,7 +194,10 @@ def test_the_tool_takes_the_newest_whole_checkpoint_and_prints_a_table(world, tm
         error = capsys.readouterr().err
         assert words in error and error.count("\n") == 1, error
     assert not (tmp_path / "c").exists() and run_dir.exists()
+    whole = (run_dir / "metrics.jsonl").read_text()
+    (run_dir / "metrics.jsonl").write_text(whole + '{"step": 9, "loss/v')  # cut off by a kill
     assert export.main([str(run_dir), str(tmp_path / "a"), "--overwrite"]) == 0
+    (run_dir / "metrics.jsonl").write_text(whole)
     shutil.rmtree(tmp_path / "run" / "tokenizer")
     assert export.main([str(tmp_path / "run"), str(tmp_path / "c")]) == 2
     assert "name a checkpoint inside its run directory" in capsys.readouterr().err

@@ -64,6 +64,8 @@ def _gap(a: float, b: float, single: bool) -> float:
 def better(first: Variant, second: Variant, by: float, axis: str) -> Figures:
     """That the mean counted loss of `first` is at least the share `by` below that of `second`."""
     runs = [*first.runs, *second.runs]
+    if first is second:
+        raise RunError(first.runs[0].directory, f"is of {first.label}, and so is the other: name two variants")
     common = judge(runs)
     if common.problem is not None:
         raise RunError(first.runs[0].directory, f"cannot be compared with {second.label}: {common.problem}")
@@ -78,8 +80,9 @@ def better(first: Variant, second: Variant, by: float, axis: str) -> Figures:
     assert mine is not None and other is not None
     gain = (other["mean"] - mine["mean"]) / other["mean"]
     holds = mine["mean"] <= other["mean"] * (1 - by)
+    where = "equal to" if gain == 0 else f"{abs(gain):.3%} {'below' if gain > 0 else 'above'}"
     text = (
-        f"{first.label} is {abs(gain):.3%} {'below' if gain >= 0 else 'above'} {second.label} at equal "
+        f"{first.label} is {where} {second.label} at equal "
         f"{AXIS_NAMES[axis]} ({place(axis, found.high)}): {mine['mean']:.6f} and {other['mean']:.6f} {common.unit}; "
         f"asked for: at least {by:.3%} below"
     )

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mode import accounting
+from mode.config import RUN_LENGTHS
 from mode.config_file import RunConfig, override, read_json, run_config_from_dict
 from mode.section import ConfigError, show
 
@@ -158,6 +159,13 @@ def _scaled(inner: int, width: int, before: int) -> int:
 # ---------------------------------------------------------------------------------------------------
 # Planning
 
+BY_BUDGET = tuple(f"mode.train.{name}" for name in RUN_LENGTHS)
+BY_SEED = ("mode.seed",)
+BY_SIZE = (
+    *(f"mode.model.{name}" for name in ("num_layers", "width", "num_heads", "num_kv_heads", "ffn_width")),
+    "mode.experts.width",
+)
+
 
 def plan_members(
     files: Sequence[str],
@@ -178,6 +186,8 @@ def plan_members(
         for name in item.configs:
             if name not in configs:
                 raise ConfigError("--vary", f"{name}:{item.path}: no --config is called {name}; known: {known}")
+    for item in vary:
+        _check_own(item, sizes, budgets, seeds)
     short = short_names([item.path for item in vary])
     members = []
     for config, file in configs.items():
@@ -205,6 +215,18 @@ def read_base(file: str, settings: Sequence[str]) -> dict[str, Any]:
     except ConfigError as error:
         raise error.in_file(file) from None
     return document
+
+
+def _check_own(
+    item: Vary, sizes: Sequence[Size | None], budgets: Sequence[float | None], seeds: Sequence[int | None]
+) -> None:
+    """What another option sets for every member cannot be varied as well: the labels would lie."""
+    taken = {"the budget": BY_BUDGET} if None not in budgets else {}
+    taken |= {"--seeds": BY_SEED} if None not in seeds else {}
+    taken |= {"--sizes": BY_SIZE} if None not in sizes else {}
+    for option, paths in taken.items():
+        if item.path in paths:
+            raise ConfigError("--vary", f"{item.path} is set by {option}; leave one of the two out")
 
 
 def _check_applies(item: Vary, base: dict[str, Any], config: str, file: str) -> None:

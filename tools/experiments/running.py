@@ -192,7 +192,14 @@ def _run(member: Member, output: Path, command: Sequence[str], own: bool, signal
     if code != 0:
         how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
         return Outcome(member, outcome.run, "failed", f"{how}: {last_error(log, start)} (log: {log})")
-    return outcome if own else Outcome(member, outcome.run, "handed over", outcome.problem)
+    if not own:
+        return Outcome(member, outcome.run, "handed over", outcome.problem)
+    if member.run.mode.train.stop_after is not None:
+        return outcome
+    folder = output / member.name
+    return Outcome(
+        member, outcome.run, "failed", f"its process ended well, but {outcome.text}; delete {folder} to run it again"
+    )
 
 
 def _filled(word: str, named: dict[str, str]) -> str:
