@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from mode.model.transformer import ModeTransformer
-from mode.moe.backends import BACKENDS
 from mode.moe.backends.megablocks import MegaBlocksDispatcher, Permuted, megablocks_experts
 from mode.moe.dispatch import LocalDispatcher
 from mode.moe.layer import MoELayer
@@ -35,10 +35,19 @@ def tokens(num_tokens: int) -> torch.Tensor:
     return torch.randn(num_tokens, 16, generator=generator).bfloat16().requires_grad_()
 
 
+def plain_loop(x_QD: Tensor, counts_e: Tensor, w1_eFD: Tensor, w2_eDF: Tensor, w3_eFD: Tensor) -> Tensor:
+    """One expert after the other, and nothing written out: autograd does the rest."""
+    outputs = []
+    for expert, x_ND in enumerate(x_QD.split(counts_e.tolist())):
+        hidden_NF = F.silu(F.linear(x_ND, w1_eFD[expert])) * F.linear(x_ND, w3_eFD[expert])
+        outputs.append(F.linear(hidden_NF, w2_eDF[expert]))
+    return torch.cat(outputs)
+
+
 def by_the_reference(layer: MoELayer, x_TD: torch.Tensor) -> torch.Tensor:
     """The same layer, dispatched and computed without MegaBlocks."""
     dispatcher, compute = layer.dispatcher, layer.experts.compute
-    layer.dispatcher, layer.experts.compute = LocalDispatcher(), BACKENDS["loop"]
+    layer.dispatcher, layer.experts.compute = LocalDispatcher(), plain_loop
     out_TD, _ = layer(x_TD)
     layer.dispatcher, layer.experts.compute = dispatcher, compute
     return out_TD
