@@ -1,4 +1,4 @@
-"""How a training process uses the machine it runs on. Imports nothing, so that it can come before torch."""
+"""How a training process uses the machine it runs on. Imports no torch, so that it can come before it."""
 
 from __future__ import annotations
 

@@ -34,24 +34,16 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """Does it, and returns the figures to print."""
     import torch
 
-    from mode.data import prepare_data
     from mode.section import ConfigError
     from mode.training.evaluate import evaluate
-    from mode.training.load import load_model
+    from mode.training.load import load_with_text
 
     for name in ("sequences", "batch_size"):
         value = getattr(arguments, name)
         if value is not None and value < 1:
             raise ConfigError(f"--{name}", f"is {value}; it must be at least 1")
-    loaded = load_model(Path(arguments.model), arguments.step, device=arguments.device)
+    loaded, data = load_with_text(Path(arguments.model), arguments.step, device=arguments.device)
     config = loaded.model.config
-    data = prepare_data(config)
-    if not data.tokenizer.same_as(loaded.tokenizer):
-        raise ConfigError(
-            "mode.data",
-            f"the text at {data.source} gives another tokenizer than the model was trained with: it has changed since; "
-            "evaluate where the original text is",
-        )
     num_rows = min(arguments.sequences or config.train.eval_sequences, data.validation.num_rows)
     methods = ("router",) if config.depth is None else config.depth.causal_methods
     passes: dict[str, bool | str] = {"top_k": False}

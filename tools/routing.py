@@ -90,21 +90,13 @@ def make_report(arguments: argparse.Namespace) -> dict[str, Any]:
     from routes.write import write_report
     from tqdm import tqdm
 
-    from mode.data import prepare_data, spread_rows, validation_batches
-    from mode.section import ConfigError
-    from mode.training.load import load_model
+    from mode.data import spread_rows, validation_batches
+    from mode.training.load import load_with_text
 
     check(arguments)
-    loaded = load_model(Path(arguments.model), arguments.step, device=arguments.device)
+    loaded, data = load_with_text(Path(arguments.model), arguments.step, device=arguments.device)
     config, device = loaded.model.config, torch.device(arguments.device)
     passes = passes_of(config, arguments.causal, loaded.source)
-    data = prepare_data(config)
-    if not data.tokenizer.same_as(loaded.tokenizer):
-        raise ConfigError(
-            "mode.data",
-            f"the text at {data.source} gives another tokenizer than the model was trained with: it has changed since; "
-            "look at the routing where the original text is",
-        )
     rows = spread_rows(data.validation.rows, arguments.sequences or config.train.eval_sequences)
     end_of_text = data.tokenizer.end_of_text if config.data.document_masking else None
     batches = list(validation_batches(rows, batch_size=min(arguments.batch_size, len(rows)), end_of_text=end_of_text))

@@ -76,11 +76,11 @@ def stream(
     if method is None:
         raise ValueError("causal is False; sampling cannot look at tokens that do not exist yet: leave it out")
     check_prompts(input_ids, lengths, max_new_tokens, model.config.model)
+    if not -(2**63) <= seed < 2**63 - len(input_ids):
+        raise ValueError(f"seed is {seed}; it must fit, with one more for every row, into 64 bits")
     prompts = Prompts.from_left_padded(input_ids, lengths)
     decoder = (CachedDecoder if use_cache else UncachedDecoder)(model, prompts, method)
     stops = torch.tensor(sorted(stop_tokens), dtype=torch.int64, device=input_ids.device)
-    if not -(2**63) <= seed < 2**63 - len(input_ids):
-        raise ValueError(f"seed is {seed}; it must be a number of 64 bits")
     return _tokens(model, decoder, prompts, max_new_tokens, sampling or Sampling(), stops, seed)
 
 

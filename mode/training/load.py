@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from mode.data import PackedData, prepare_data
 from mode.data.tokenizer import Tokenizer
 from mode.model.pretrained import WEIGHTS
 from mode.model.transformer import ModeTransformer
@@ -40,6 +41,19 @@ def load_model(path: Path, step: int | None = None, *, device: str = "cpu", dtyp
     model = ModeTransformer.from_weights(config_of(checkpoint), full_weights(checkpoint)).to(device)
     tokenizer = Tokenizer.load(checkpoint.parent.parent / "tokenizer")
     return Loaded(model if dtype is None else model.to(dtype), tokenizer, checkpoint)
+
+
+def load_with_text(path: Path, step: int | None, *, device: str) -> tuple[Loaded, PackedData]:
+    """A model and the text of its configuration, prepared again if need be, as the model saw it."""
+    loaded = load_model(path, step, device=device)
+    data = prepare_data(loaded.model.config)
+    if not data.tokenizer.same_as(loaded.tokenizer):
+        raise ConfigError(
+            "mode.data",
+            f"the text at {data.source} gives another tokenizer than the model was trained with: it has changed since; "
+            "do this where the original text is",
+        )
+    return loaded, data
 
 
 def choose_checkpoint(path: Path, step: int | None) -> Path:

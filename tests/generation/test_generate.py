@@ -192,6 +192,8 @@ def test_a_seed_repeats_and_a_row_draws_from_its_own_whatever_the_batch():
     assert len({tuple(row) for row in first.tolist()}) == 3
     for row in range(3):
         assert torch.equal(first[row], model.generate(same[:1], 12, temperature=1.0, seed=5 + row)[0])
+    with pytest.raises(ValueError, match="seed is 9223372036854775807; it must fit"):
+        model.generate(same, 12, temperature=1.0, seed=2**63 - 1)
 
 
 def test_tokens_come_one_by_one_and_the_model_is_as_it_was_however_it_ends():

@@ -152,6 +152,7 @@ def test_wrong_arguments_are_one_line(world, capsys, tmp_path):
     assert "does not exist; name a run directory" in fails(capsys, generate, str(tmp_path / "no"), "x")
     assert "holds no whole checkpoint" in fails(capsys, generate, str(tmp_path), "x")
     assert "exported model, which has no steps" in fails(capsys, generate, out, "x", "--step", "3")
+    assert '--device: is "nowhere", which torch refuses' in fails(capsys, generate, out, "x", "--device", "nowhere")
     assert "--batch_size: is 0; it must be at least 1" in fails(capsys, evaluate, out, "--batch_size", "0")
     assert generate.main([out, "--file", str(tmp_path / "none.txt")]) == 4
     assert "reading or writing failed" in capsys.readouterr().err
