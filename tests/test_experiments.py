@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 import signal
 import statistics
@@ -291,6 +292,23 @@ def test_after_a_signal_no_other_member_is_started_even_if_the_one_running_ends_
     command = f"sh {script} {{config}} {{output_dir}}"
     found = run_tool(sweep, capsys, "--config", *configs, "--output", tmp_path / "out", "--command", command, code=75)
     assert [member["state"] for member in found["members"]] == ["finished", "not started"]
+
+
+def test_members_side_by_side_share_the_cores_and_each_gets_the_signal(tmp_path, capsys, configs, monkeypatch):
+    """Each waits until its pair has begun, so that one at a time would never end; the second pair stops the tool."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    script = tmp_path / "member.sh"
+    script.write_text(
+        f"cd {tmp_path}; touch begun.$(basename $1); echo threads $OMP_NUM_THREADS\n"
+        "await() { until [ $(ls begun.* | wc -l) -ge $1 ]; do sleep 0.05; done; }\n"
+        "case $1 in *seed[01].json) await 2;; *) await 4; kill -TERM $PPID; exec sleep 60;; esac\n"
+        f"exec {sys.executable} -m tests.closed_form_train $1 $2\n"
+    )
+    arguments = ["--config", configs[0], "--output", tmp_path / "out", "--jobs", "2", "--seeds", 0, 1, 2, 3, 4]
+    found = run_tool(sweep, capsys, *arguments, "--command", f"sh {script} {{config}} {{output_dir}}", code=75)
+    assert [member["state"] for member in found["members"]] == ["finished"] * 2 + ["interrupted"] * 2 + ["not started"]
+    share = max(1, len(os.sched_getaffinity(0)) // 2)
+    assert {path.read_text() for path in (tmp_path / "out" / "logs").iterdir()} == {f"threads {share}\n"}
 
 
 def test_members_that_a_command_only_queues_are_handed_over(tmp_path, capsys, configs):

@@ -1,4 +1,4 @@
-"""Members as processes, one after another: each in a run directory of its own, with a log, resumed where it stopped.
+"""Members as processes: each in a run directory of its own, with a log, resumed where it stopped.
 
 OUTPUT/<member>/              the run directory
 OUTPUT/configs/<member>.json  the configuration it was started with
@@ -8,12 +8,14 @@ OUTPUT/logs/<member>.log      what it printed
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import signal
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,6 +31,7 @@ TRAIN = Path(__file__).parent.parent.parent / "train.py"
 ARGUMENTS = ("--deepspeed_config", "{config}", "--output_dir", "{output_dir}")
 INTERRUPTED = 75  # as train.py returns it: the run can be resumed
 LINE = 110  # of progress on a terminal
+PAUSE = 0.1  # seconds between two looks at what runs
 
 # What may change between the parts of a member's run without making it another one; the seed may not.
 MAY_CHANGE = re.compile(
@@ -116,111 +119,130 @@ def parse_command(template: str | None) -> list[str]:
     return parts
 
 
-class Signals:
-    """Passes SIGINT and SIGTERM on to the running member, and remembers that no other is to be started."""
+@dataclass(frozen=True)
+class Started:
+    member: Member
+    place: str  # among the others
+    process: subprocess.Popen[bytes]
+    log_start: int  # where its log file ended before
 
-    def __init__(self) -> None:
-        self.received = False
-        self.process: subprocess.Popen[bytes] | None = None
 
-    def receive(self, number: int, frame: FrameType | None) -> None:
-        self.received = True
-        if self.process is not None and self.process.poll() is None:
-            self.process.send_signal(number)
+class Runner:
+    """Runs members, `jobs` at a time. SIGINT and SIGTERM are passed on to those that run, and no other is started.
+
+    With `own` commands a member is done when its process is; others may hand it over to a queue.
+    """
+
+    def __init__(self, output: Path, command: Sequence[str], own: bool, jobs: int) -> None:
+        self.output, self.command, self.own, self.jobs = output, command, own, jobs
+        self.running: list[Started] = []
+        self.interrupted = False
+
+    def run(self, members: Sequence[Member]) -> list[Outcome]:
+        """What is not finished, in order: how every member stands."""
+        for folder in ("configs", "logs"):
+            (self.output / folder).mkdir(parents=True, exist_ok=True)
+        outcomes = {member.name: look(member, self.output) for member in members}
+        waiting = deque(enumerate(members, start=1))
+        with self._signals():
+            while waiting or self.running:
+                while waiting and len(self.running) < self.jobs:
+                    number, member = waiting.popleft()
+                    place = f"[{number}/{len(members)}] {member.name}"
+                    if outcomes[member.name].finished:
+                        note(f"{place}: finished already")
+                    elif not self.interrupted:
+                        outcomes[member.name] = self._start(member, place)
+                for started in [item for item in self.running if item.process.poll() is not None]:
+                    self.running.remove(started)
+                    outcome = outcomes[started.member.name] = self._ended(started)
+                    note(f"{started.place}: {outcome.text}")
+                self._show_progress()
+                time.sleep(PAUSE)
+        if self.interrupted:
+            note("interrupted; the same command goes on from here")
+        return list(outcomes.values())
 
     @contextmanager
-    def installed(self) -> Iterator[None]:
-        before = {number: signal.signal(number, self.receive) for number in (signal.SIGINT, signal.SIGTERM)}
+    def _signals(self) -> Iterator[None]:
+        def receive(number: int, frame: FrameType | None) -> None:
+            self.interrupted = True
+            for started in self.running:
+                if started.process.poll() is None:
+                    started.process.send_signal(number)
+
+        before = {number: signal.signal(number, receive) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             yield
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
+    def _start(self, member: Member, place: str) -> Outcome:
+        """How the member stands if it never ends."""
+        config, log = self.output / "configs" / f"{member.name}.json", log_file(member, self.output)
+        note(f"{place}: {member.cost.steps:,} steps, log {log}")
+        config.write_text(json.dumps(member.document, indent=2) + "\n", encoding="utf-8")
+        named = {"{config}": str(config), "{output_dir}": str(self.output / member.name), "{name}": member.name}
+        words = [_filled(word, named) for word in self.command]
+        with log.open("ab") as file:
+            try:
+                process = subprocess.Popen(
+                    words, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, env=_environment(self.jobs)
+                )
+            except OSError as error:
+                problem = f"{words[0]} cannot be started: {error.strerror or error}"
+                note(f"{place}: failed: {problem}")
+                return Outcome(member, None, "failed", problem)
+            self.running.append(Started(member, place, process, file.tell()))
+        if self.interrupted:  # between the last look and the start
+            process.terminate()
+        return look(member, self.output)
 
-def run_members(
-    members: Sequence[Member], output: Path, command: Sequence[str], own: bool
-) -> tuple[list[Outcome], bool]:
-    """Runs what is not finished, in order: (how every member stands, whether a signal ended it early).
+    def _ended(self, started: Started) -> Outcome:
+        member, code = started.member, started.process.returncode
+        outcome, log = look(member, self.output), log_file(member, self.output)
+        if outcome.finished and code == 0:
+            return outcome
+        if code == INTERRUPTED or (self.interrupted and code != 0):
+            run = outcome.run
+            where = f"at step {run.last['step']:.0f}" if run is not None else "before its first evaluation"
+            return Outcome(member, run, "interrupted", f"{where}; it can be resumed")
+        if code != 0:
+            how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+            return Outcome(member, outcome.run, "failed", f"{how}: {last_error(log, started.log_start)} (log: {log})")
+        if not self.own:
+            return Outcome(member, outcome.run, "handed over", outcome.problem)
+        if member.run.mode.train.stop_after is not None:
+            return outcome
+        folder = self.output / member.name
+        problem = f"its process ended well, but {outcome.text}; delete {folder} to run it again"
+        return Outcome(member, outcome.run, "failed", problem)
 
-    With `own` commands a member is done when its process is; others may hand it over to a queue.
-    """
-    for folder in ("configs", "logs"):
-        (output / folder).mkdir(parents=True, exist_ok=True)
-    signals = Signals()
-    outcomes = []
-    with signals.installed():
-        for number, member in enumerate(members, start=1):
-            outcome, place = look(member, output), f"[{number}/{len(members)}] {member.name}"
-            if outcome.finished:
-                note(f"{place}: finished already")
-            elif not signals.received:
-                note(f"{place}: {member.cost.steps:,} steps, log {log_file(member, output)}")
-                outcome = _run(member, output, command, own, signals)
-                note(f"{place}: {outcome.text}")
-            outcomes.append(outcome)
-    if signals.received:
-        note("interrupted; the same command goes on from here")
-    return outcomes, signals.received
+    def _show_progress(self) -> None:
+        """The last line of every running member's log, side by side, on a terminal."""
+        if not sys.stderr.isatty() or not self.running:
+            return
+        width = LINE // len(self.running)
+        logs = [_lines(log_file(started.member, self.output), started.log_start) for started in self.running]
+        text = "".join(f"{lines[-1][: width - 2]:<{width}}" for lines in logs if lines)
+        print(f"\r  {text:<{LINE}}\r", end="", file=sys.stderr, flush=True)
 
 
 def log_file(member: Member, output: Path) -> Path:
     return output / "logs" / f"{member.name}.log"
 
 
-def _run(member: Member, output: Path, command: Sequence[str], own: bool, signals: Signals) -> Outcome:
-    config, log = output / "configs" / f"{member.name}.json", log_file(member, output)
-    config.write_text(json.dumps(member.document, indent=2) + "\n", encoding="utf-8")
-    named = {"{config}": str(config), "{output_dir}": str(output / member.name), "{name}": member.name}
-    words = [_filled(word, named) for word in command]
-    with log.open("ab") as file:
-        start = file.tell()
-        try:
-            signals.process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT)
-        except OSError as error:
-            return Outcome(member, None, "failed", f"{words[0]} cannot be started: {error.strerror or error}")
-        if signals.received:  # between the last look and the start
-            signals.process.terminate()
-        code = _wait(signals.process, log, start)
-        signals.process = None
-    outcome = look(member, output)
-    if outcome.finished and code == 0:
-        return outcome
-    if code == INTERRUPTED or (signals.received and code != 0):
-        where = f"at step {outcome.run.last['step']:.0f}" if outcome.run is not None else "before its first evaluation"
-        return Outcome(member, outcome.run, "interrupted", f"{where}; it can be resumed")
-    if code != 0:
-        how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
-        return Outcome(member, outcome.run, "failed", f"{how}: {last_error(log, start)} (log: {log})")
-    if not own:
-        return Outcome(member, outcome.run, "handed over", outcome.problem)
-    if member.run.mode.train.stop_after is not None:
-        return outcome
-    folder = output / member.name
-    return Outcome(
-        member, outcome.run, "failed", f"its process ended well, but {outcome.text}; delete {folder} to run it again"
-    )
+def _environment(jobs: int) -> dict[str, str]:
+    """Members side by side share the cores, unless the user chose."""
+    threads = {} if jobs == 1 else {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // jobs))}
+    return {**threads, **os.environ}
 
 
 def _filled(word: str, named: dict[str, str]) -> str:
     for placeholder, value in named.items():
         word = word.replace(placeholder, value)
     return word
-
-
-def _wait(process: subprocess.Popen[bytes], log: Path, start: int) -> int:
-    on_terminal = sys.stderr.isatty()
-    while True:
-        try:
-            code = process.wait(timeout=1)
-            break
-        except subprocess.TimeoutExpired:
-            lines = _lines(log, start) if on_terminal else []
-            if lines:
-                print(f"\r  {lines[-1][:LINE]:<{LINE}}", end="", file=sys.stderr, flush=True)
-    if on_terminal:
-        print(f"\r{'':<{LINE + 2}}\r", end="", file=sys.stderr, flush=True)
-    return code
 
 
 def _lines(log: Path, start: int, most: int = 20_000) -> list[str]:
@@ -239,4 +261,5 @@ def last_error(log: Path, start: int = 0) -> str:
 
 
 def note(text: str) -> None:
-    print(f"{time.strftime('%H:%M:%S')}  {text}", file=sys.stderr, flush=True)
+    line = f"{time.strftime('%H:%M:%S')}  {text}"
+    print(f"{line:<{LINE + 2}}" if sys.stderr.isatty() else line, file=sys.stderr, flush=True)
