@@ -1,0 +1,103 @@
+"""Capacities, and what a block did or is expected to do with one batch."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mode.config import ModeConfig, exact
+
+
+def depth_capacity(fraction: float, length: int) -> int:
+    """C, how many of `length` tokens a routed block keeps: ceil(fraction x length), in exact decimals."""
+    return math.ceil(exact(fraction) * length)
+
+
+def expert_capacity(capacity_factor: float, top_k: int, tokens: int, no_op_fraction: float, num_experts: int) -> int:
+    """How many assignments of `tokens` tokens on a rank one real expert takes, in exact decimals."""
+    return math.ceil(exact(capacity_factor) * top_k * tokens * (1 - exact(no_op_fraction)) / num_experts)
+
+
+@dataclass(frozen=True)
+class BlockCounts:
+    """The work of one block on one batch. Without experts the last three are 0."""
+
+    rows: int  # B
+    length: int  # L, tokens per row
+    slots: int  # S, the length of a row inside attention: L in a plain block
+    tokens: int  # T, tokens that enter the feed-forward: the kept ones; B*S unless slots stay empty
+    processed: int = 0  # R, assignments an expert works on
+    no_op: int = 0  # assignments to a no-op column
+    dropped: int = 0  # assignments beyond an expert's capacity
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            if getattr(self, field.name) < 0:
+                raise ValueError(f"{field.name} is {getattr(self, field.name)}; a count cannot be negative")
+        if self.slots > self.length:
+            raise ValueError(f"{self.slots} slots per row, more than the {self.length} tokens of a row")
+        if self.tokens > self.rows * self.slots:
+            raise ValueError(f"{self.tokens} tokens, more than {self.rows} rows x {self.slots} slots")
+
+    @property
+    def kept(self) -> int:
+        return self.tokens
+
+    @property
+    def skipped(self) -> int:
+        return self.rows * self.length - self.tokens
+
+    @property
+    def assignments(self) -> int:
+        return self.processed + self.no_op + self.dropped
+
+
+def expected_block_counts(
+    config: ModeConfig, layer: int, rows: int, length: int | None = None, training: bool = True
+) -> BlockCounts:
+    """What block `layer` does with `rows` sequences when every column gets exactly its target share.
+
+    Evaluation (`training=False`) is dropless. Under token_choice the kept share is the capacity.
+    """
+    length = config.model.sequence_length if length is None else length
+    slots = length
+    if config.depth is not None and config.is_routed(layer):
+        slots = depth_capacity(config.depth.capacity_fraction, length)
+    tokens = rows * slots
+    experts = config.experts
+    if experts is None:
+        return BlockCounts(rows, length, slots, tokens)
+    no_op = round(exact(experts.no_op_fraction) * tokens * experts.top_k)
+    chosen = processed = tokens * experts.top_k - no_op
+    if training and experts.capacity_factor is not None:
+        capacity = expert_capacity(
+            experts.capacity_factor, experts.top_k, tokens, experts.no_op_fraction, experts.num_experts
+        )
+        processed = min(chosen, experts.num_experts * capacity)
+    return BlockCounts(rows, length, slots, tokens, processed, no_op, chosen - processed)
+
+
+def expected_counts(
+    config: ModeConfig, rows: int, length: int | None = None, training: bool = True
+) -> list[BlockCounts]:
+    """`expected_block_counts` of every block."""
+    return [expected_block_counts(config, layer, rows, length, training) for layer in range(config.model.num_layers)]
+
+
+def check_conserved(config: ModeConfig, layer: int, counts: BlockCounts) -> None:
+    """Refuses counts that lost or invented an assignment: FLOPs derived from them would be wrong."""
+    choices = 0 if config.experts is None else counts.tokens * config.experts.top_k
+    if counts.assignments != choices:
+        raise ValueError(
+            f"block {layer}: {counts.processed} processed + {counts.no_op} no-op + {counts.dropped} dropped "
+            f"assignments; {counts.tokens} tokens make {choices}"
+        )
+
+
+def check_blocks(config: ModeConfig, counts: Sequence[BlockCounts]) -> None:
+    if len(counts) != config.model.num_layers:
+        raise ValueError(f"counts of {len(counts)} blocks for a model of {config.model.num_layers}")
+    if len({(block.rows, block.length) for block in counts}) > 1:
+        raise ValueError("the blocks' counts come from batches of different shapes")

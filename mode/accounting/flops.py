@@ -1,0 +1,125 @@
+"""FLOPs of matrix products, 2 per multiply-add, and how many steps a budget of them makes.
+
+Norms, softmax, rotary positions, activation functions and the embedding lookup are left out, as torch's
+FlopCounterMode leaves them out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from mode.accounting.counts import BlockCounts, check_blocks, check_conserved, expected_counts
+from mode.accounting.parameters import block_parameters, one_expert_parameters
+from mode.config import ModeConfig
+from mode.config_file import RunConfig
+
+
+@dataclass(frozen=True)
+class Flops:
+    """FLOPs of a part of the model on one batch."""
+
+    forward: int = 0
+    backward: int = 0
+
+    @property
+    def training(self) -> int:
+        """Forward and backward; what activation checkpointing computes twice is not counted twice."""
+        return self.forward + self.backward
+
+    def __add__(self, other: Flops) -> Flops:
+        return Flops(self.forward + other.forward, self.backward + other.backward)
+
+
+def _product(forward: int) -> Flops:
+    """A matrix product: backward is one more for the input and one for the weight."""
+    return Flops(forward, 2 * forward)
+
+
+def block_flops_by_part(config: ModeConfig, layer: int, counts: BlockCounts) -> dict[str, Flops]:
+    """FLOPs of block `layer`.
+
+    Attention scores are counted as the full S x S square, as FlopCounterMode counts them; a causal
+    kernel may do half. Their backward is 2.5 times forward: flash-style kernels compute the scores again.
+    The predictor stands behind a stop-gradient, so its first layer has no gradient to its input.
+    With expert parallelism `experts` is the work this batch causes, on whichever rank it is done.
+    """
+    check_conserved(config, layer, counts)
+    model, depth, experts = config.model, config.depth, config.experts
+    batch, slots, tokens = counts.rows * counts.length, counts.rows * counts.slots, counts.tokens
+    parameters = block_parameters(config, layer)
+    parts: dict[str, Flops] = {}
+    if "depth_router" in parameters:
+        parts["depth_router"] = _product(2 * batch * model.width)
+    if depth is not None and "predictor" in parameters:
+        assert depth.predictor is not None
+        first, second = 2 * batch * model.width * depth.predictor.width, 2 * batch * depth.predictor.width
+        parts["predictor"] = Flops(first, first) + _product(second)
+    parts["attention_projections"] = _product(2 * slots * parameters["attention"])
+    square = 2 * slots * counts.slots * model.num_heads * model.head_width
+    parts["attention_scores"] = Flops(2 * square, 5 * square)
+    if experts is None:
+        parts["feed_forward"] = _product(2 * tokens * parameters["feed_forward"])
+        return parts
+    parts["expert_router"] = _product(2 * tokens * parameters["expert_router"])
+    parts["experts"] = _product(2 * counts.processed * one_expert_parameters(config))
+    if experts.num_shared:
+        parts["shared_experts"] = _product(2 * tokens * parameters["shared_experts"])
+    return parts
+
+
+def block_flops(config: ModeConfig, layer: int, counts: BlockCounts) -> Flops:
+    return sum(block_flops_by_part(config, layer, counts).values(), Flops())
+
+
+def head_flops(config: ModeConfig, rows: int, length: int) -> Flops:
+    return _product(2 * rows * length * config.model.width * config.model.vocab_size)
+
+
+def model_flops_by_part(config: ModeConfig, counts: Sequence[BlockCounts]) -> dict[str, Flops]:
+    """FLOPs of the model on one batch, the blocks' parts summed over blocks, and the head."""
+    check_blocks(config, counts)
+    parts: dict[str, Flops] = {}
+    for layer, block in enumerate(counts):
+        for part, flops in block_flops_by_part(config, layer, block).items():
+            parts[part] = parts.get(part, Flops()) + flops
+    parts["head"] = head_flops(config, counts[0].rows, counts[0].length)
+    return parts
+
+
+def model_flops(config: ModeConfig, counts: Sequence[BlockCounts]) -> Flops:
+    return sum(model_flops_by_part(config, counts).values(), Flops())
+
+
+def per_token(flops: int, counts: Sequence[BlockCounts]) -> Fraction:
+    """FLOPs of a batch, per token of the batch: kept and skipped tokens alike."""
+    return Fraction(flops, counts[0].rows * counts[0].length)
+
+
+def recompute_flops(config: ModeConfig, counts: Sequence[BlockCounts]) -> int:
+    """What activation checkpointing computes again in backward: every block's forward, at most.
+
+    torch stops a recomputation once nothing more is needed, which may spare a block's last product.
+    """
+    check_blocks(config, counts)
+    if not config.model.activation_checkpointing:
+        return 0
+    return sum(block_flops(config, layer, block).forward for layer, block in enumerate(counts))
+
+
+def step_flops(run: RunConfig, world_size: int) -> int:
+    """The training FLOPs an optimizer step is expected to take, over all ranks."""
+    micro, accumulation = run.engine.batch_layout(world_size)
+    return model_flops(run.mode, expected_counts(run.mode, micro)).training * accumulation * world_size
+
+
+def num_steps(run: RunConfig, world_size: int) -> int:
+    """Optimizer steps, from whichever of steps, tokens and flops is set: the nearest whole number, at least 1."""
+    train, (micro, accumulation) = run.mode.train, run.engine.batch_layout(world_size)
+    if train.steps is not None:
+        return train.steps
+    if train.tokens is not None:
+        return max(1, round(train.tokens / (micro * accumulation * world_size * run.mode.model.sequence_length)))
+    assert train.flops is not None
+    return max(1, round(train.flops / step_flops(run, world_size)))
