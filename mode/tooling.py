@@ -1,11 +1,33 @@
-"""How a command-line tool ends: its figures as text or JSON, or one line that says what was wrong."""
+"""What command-line tools share: numbers as arguments, and the end: figures as text or JSON, or one line of error."""
 
 from __future__ import annotations
 
+import argparse
 import json
+import math
 import sys
 from collections.abc import Callable
 from typing import Any
+
+
+def whole_number(text: str, least: int = 0) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) < 16 and int(text) >= least):
+        raise argparse.ArgumentTypeError(f"is {text!r}; it must be a whole number of at least {least}")
+    return int(text)
+
+
+def positive_integer(text: str) -> int:
+    return whole_number(text, least=1)
+
+
+def positive_number(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"is {text!r}; it must be a number above 0")
+    return value
 
 
 def print_figures(make: Callable[[], dict[str, Any]], render: Callable[[dict[str, Any]], str], as_json: bool) -> int:

@@ -22,7 +22,9 @@ import argparse
 import sys
 from typing import TYPE_CHECKING, Any
 
-from experiments.tool import Report, add_shared_options, conduct, flops
+from experiments.tool import Report, add_shared_options, conduct
+
+from mode.tooling import positive_number
 
 if TYPE_CHECKING:
     from comparing.tables import Table
@@ -38,7 +40,9 @@ def build_parser() -> argparse.ArgumentParser:
         prog="isoflop.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add_shared_options(parser, PICTURE)
-    parser.add_argument("--budgets", nargs="+", type=flops, required=True, metavar="N", help="training FLOPs")
+    parser.add_argument(
+        "--budgets", nargs="+", type=positive_number, required=True, metavar="N", help="training FLOPs, such as 5e12"
+    )
     parser.add_argument(
         "--sizes", nargs="+", required=True, metavar="LxW", help="LAYERSxWIDTH[,PATH=VALUE...]; a fit needs three"
     )

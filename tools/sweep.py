@@ -21,7 +21,9 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from experiments.tool import Report, add_shared_options, conduct, flops
+from experiments.tool import Report, add_shared_options, conduct
+
+from mode.tooling import positive_number
 
 if TYPE_CHECKING:
     from experiments.members import Member
@@ -36,7 +38,10 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add_shared_options(parser, PICTURE)
     parser.add_argument(
-        "--flops", type=flops, metavar="N", help="training FLOPs of every member (default: the files' length)"
+        "--flops",
+        type=positive_number,
+        metavar="N",
+        help="training FLOPs of every member, such as 5e12 (default: the files' length)",
     )
     return parser
 

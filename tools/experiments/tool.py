@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from mode.tooling import positive_integer, whole_number
 
 if TYPE_CHECKING:
     from comparing.tables import Table
@@ -55,40 +56,18 @@ def add_shared_options(parser: argparse.ArgumentParser, picture: str) -> None:
     )
     parser.add_argument(
         "--jobs",
-        type=positive,
+        type=positive_integer,
         default=1,
         metavar="N",
         help="members trained at a time, each on its share of the cores (1). Small models leave cores idle: "
         "on 2 cores, 2 single-threaded runs do up to 1.8 times the work of one on both",
     )
     parser.add_argument(
-        "--world_size", type=positive, default=1, metavar="N", help="ranks of a member, for the plan (1)"
+        "--world_size", type=positive_integer, default=1, metavar="N", help="ranks of a member, for the plan (1)"
     )
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     parser.add_argument("--write", metavar="FILE", help="write the report there as Markdown")
     parser.add_argument("--plot", metavar="FILE", help=f"a .png, .pdf or .svg file (default: {picture} in --output)")
-
-
-def whole_number(text: str) -> int:
-    if not text.isdecimal() or len(text) > 15:
-        raise argparse.ArgumentTypeError(f"is {text!r}; it must be a whole number of at least 0")
-    return int(text)
-
-
-def positive(text: str) -> int:
-    if not whole_number(text):
-        raise argparse.ArgumentTypeError("is 0; it must be at least 1")
-    return int(text)
-
-
-def flops(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"is {text!r}; it must be a number of FLOPs above 0, such as 5e12")
-    return value
 
 
 def conduct(

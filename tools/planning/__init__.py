@@ -1,0 +1,1 @@
+"""What `tools/plan.py` works out and shows."""
