@@ -1,0 +1,138 @@
+"""What `tools/compare.py` refuses to compare, what a script may insist on, and what it writes."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+
+import pytest
+
+from tests import launch
+from tests.compare_tool.written_runs import compare, fails, figures, power_law, write_rows, write_run
+
+
+def test_other_tokens_are_compared_by_bytes_and_other_text_is_not_compared(tmp_path, capsys):
+    counts = {"num_documents": 3, "num_tokens": 1000, "num_bytes": 4000}
+    tokens = {"mode__model__vocab_size": 600}
+    write_run(tmp_path / "a", lambda _: 4.0, corpus=counts)
+    write_run(tmp_path / "b", lambda _: 2.5, corpus=counts | {"num_tokens": 2000}, **tokens)
+    found = figures(capsys, tmp_path / "a", tmp_path / "b")
+    assert found["unit"] == "bits per byte" and "different tokenizers or vocabularies" in found["warnings"][0]
+    assert [run["final"] for run in found["runs"]] == pytest.approx([4 / math.log(2) / 4, 2.5 / math.log(2) / 2])
+    assert found["verdicts"][0]["percent"] == pytest.approx(25), "more bits, although fewer nats per token"
+    assert compare.main([str(tmp_path), "--assert_better", "b", "a", "--json"]) == 1
+    assert "warning: the runs have different tokenizers" in capsys.readouterr().err, "loud beside JSON, too"
+    assert "name two variants" in fails(capsys, tmp_path, "--assert_better", "a", "a")
+
+    write_run(tmp_path / "c", lambda _: 2.5, **tokens)
+    assert "NOT COMPARABLE" in figures(capsys, tmp_path / "a", tmp_path / "c")["verdicts"][0]["text"]
+    assert "bytes per token are known from checkpoints only" in fails(
+        capsys, tmp_path / "a", "--assert_better", "a", tmp_path / "c"
+    )
+
+    write_run(tmp_path / "d", lambda _: 2.5, corpus=counts | {"num_bytes": 5000}, mode__seed=1)
+    found = figures(capsys, tmp_path / "a", tmp_path / "d")
+    assert "different text (validation bytes: 4000 and 5000)" in found["warnings"][0]
+    three = figures(capsys, *(tmp_path / name for name in "abd"), "--baseline", "b")
+    assert "NOT COMPARABLE" in three["verdicts"][0]["text"], "a and d are seeds of one variant, on different text"
+    write_run(tmp_path / "e", lambda _: 2.5, mode__train__eval_sequences=9)
+    found = figures(capsys, tmp_path / "a", tmp_path / "e")
+    assert "mode.train.eval_sequences: 5 and 9" in found["warnings"][0]
+    assert "NOT COMPARABLE" not in found["verdicts"][0]["text"]
+
+
+def test_assert_better_knows_its_margin(tmp_path, capsys):
+    write_run(tmp_path / "a", lambda _: 3.96)  # 1 % below
+    write_run(tmp_path / "b", lambda _: 4.0, mode__experts__num_shared=1)
+
+    def code(*arguments: str) -> int:
+        return compare.main([str(tmp_path), "--assert_better", *arguments])
+
+    assert code("a", "b") == 0 and code("a", "b", "--by", "0.0099") == 0
+    assert code("a", "b", "--by", "0.0101") == 1
+    assert "a is 1.000% below b" in capsys.readouterr().err
+    assert code("b", "a") == 1 and code("b", "b") == 2  # a variant is not better than itself
+    folders = [str(tmp_path / name) for name in "ab"]
+    assert compare.main(["--assert_better", *folders, "--by", "0.005"]) == 0, "run directories will do"
+    assert "neither a run directory nor one of the variants: a, b" in fails(
+        capsys, tmp_path, "--assert_better", "a", "c"
+    )
+
+
+def test_assert_equal_sees_the_last_bit(tmp_path, capsys):
+    law = power_law(2.0, 3.0, 0.5)
+    write_run(tmp_path / "a", law)
+    write_run(tmp_path / "b", law, seconds=0.7)
+    pair = [str(tmp_path / "a"), str(tmp_path / "b")]
+    assert compare.main([*pair, "--assert_equal"]) == 0
+    rows = launch.metrics(tmp_path / "b")
+    row = next(row for row in rows if row["step"] == 50)
+    row["loss/val"] = math.nextafter(row["loss/val"], 9)
+    write_rows(tmp_path / "b", rows)
+    capsys.readouterr()
+    assert compare.main([*pair, "--assert_equal"]) == 1
+    error = capsys.readouterr().err
+    assert "differ in loss/val at 1 of 10 steps, first at step 50" in error and "loss/train" not in error
+    assert compare.main([*pair, "--assert_equal", "--tolerance", "1e-12"]) == 0
+    write_rows(tmp_path / "b", rows[:-1])
+    assert compare.main([*pair, "--assert_equal", "--tolerance", "1"]) == 1, "a run that ends earlier is not equal"
+    assert "only one has it at step 100" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["RUN", "--points", "0"],
+        ["RUN", "--tolerance", "0.1"],
+        ["RUN", "--by", "0.1"],
+        ["RUN", "--assert_better", "a", "b", "--by", "1.5"],
+        ["RUN", "--json", "--markdown"],
+        ["RUN", "--plot", "curves.txt"],
+        ["RUN", "--at", "epochs"],
+    ],
+)
+def test_wrong_usage_is_exit_code_2(arguments, capsys):
+    with pytest.raises(SystemExit) as ended:
+        compare.main(arguments)
+    assert ended.value.code == 2 and "error: " in capsys.readouterr().err
+
+
+def test_assert_equal_of_one_run_and_a_run_that_does_not_exist_are_errors(tmp_path, capsys):
+    write_run(tmp_path / "a", lambda _: 4.0)
+    assert "needs at least two runs" in fails(capsys, tmp_path / "a", tmp_path / "a", "--assert_equal")
+    assert "does not exist" in fails(capsys, tmp_path / "a", tmp_path / "z")
+
+
+def test_the_report_is_a_table_in_the_terminal_and_markdown_in_a_file(tmp_path, capsys):
+    write_run(tmp_path / "runs" / "a", lambda _: 4.0)
+    write_run(tmp_path / "runs" / "b", lambda _: 3.0, mode__experts__num_shared=1)
+    assert compare.main([str(tmp_path / "runs"), "--write", str(tmp_path / "report.md")]) == 0
+    printed, written = capsys.readouterr().out, (tmp_path / "report.md").read_text()
+    assert "b against a at equal training FLOPs" in printed and "| b | 3.0000 | 3.0000 |" in written
+    assert "mode.experts.num_shared: a = 0; b = 1" in printed and "- mode.experts.num_shared" in written
+    tables = [block.splitlines() for block in written.split("\n\n") if block.startswith("|")]
+    assert len(tables) == 7 and all(len({line.count("|") for line in table}) == 1 for table in tables)
+    compare.main([str(tmp_path / "runs"), "--markdown"])
+    assert capsys.readouterr().out == written
+
+
+def test_the_plot_is_a_picture_and_without_matplotlib_a_message(tmp_path, capsys, monkeypatch):
+    write_run(tmp_path / "a", power_law(2.0, 3.0, 0.5))
+    picture = tmp_path / "curves.png"
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "matplotlib", None)
+        assert "pip install -e '.[plots]'" in fails(capsys, tmp_path / "a", "--plot", picture)
+    image = pytest.importorskip("matplotlib.image")
+    assert compare.main([str(tmp_path / "a"), "--plot", str(picture)]) == 0
+    pixels = image.imread(picture)
+    blue = (abs(pixels[..., :3] - [0.0, 0x72 / 255, 0xB2 / 255]) < 0.01).all(axis=-1)
+    assert pixels.shape[:2] == (750, 1800) and blue[:, :900].sum() > 500 and blue[:, 900:].sum() > 500
+
+
+def test_help_is_quick_and_has_examples():
+    command = [sys.executable, "-X", "importtime", str(launch.ROOT / "tools" / "compare.py"), "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "--assert_better mode moe --by 0.01" in done.stdout and "Exit codes" in done.stdout
+    assert "numpy" not in done.stderr and "torch" not in done.stderr
