@@ -6,11 +6,11 @@ A step's sums are added over micro-batches and ranks, so every figure is of the 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 
 from mode import accounting
 from mode.accounting import BlockCounts
@@ -104,6 +104,21 @@ def routing_figures(config: ModeConfig, sums: Sequence[Sequence[float]], detaile
             f"{tag}/block_{layer}": value for tag, values in by_layer.items() for layer, value in values.items()
         }
     return figures
+
+
+def routing_histograms(
+    routing: Sequence[BlockRouting], sums: Sequence[Sequence[float]]
+) -> Iterator[tuple[str, Tensor]]:
+    """Of all ranks: the router logits of the last micro-batch, the choices of the whole step. A collective."""
+    for record in routing:
+        if record.depth is not None:
+            logits = record.depth.logits_BL.detach().contiguous()
+            everyone = [torch.empty_like(logits) for _ in range(distributed.get_world_size())]
+            distributed.all_gather(everyone, logits)
+            yield f"histogram/depth_logits/block_{record.layer}", torch.cat(everyone)
+        if record.experts is not None:
+            counts = torch.tensor(sums[record.layer][CHOICES : CHOICES + record.experts.num_experts])
+            yield f"histogram/tokens_per_expert/block_{record.layer}", counts
 
 
 def _mean(values: Any) -> float:

@@ -125,3 +125,17 @@ def first_bad_block(model: ModeTransformer, inputs: dict[str, Any]) -> str:
     for handle in handles:
         handle.remove()
     return found[0] if found else "the loss itself"
+
+
+def describe_not_finite(verdict: Verdict, model: ModeTransformer, inputs: dict[str, Any]) -> str:
+    """Which ranks have a loss or gradients that are not finite, and where. All ranks enter with the same verdict."""
+    if not verdict.bad_loss_ranks:
+        return "; ".join(
+            f"the gradient of rank {rank} is not finite in {', '.join(groups)}"
+            for rank, groups in verdict.bad_groups.items()
+        )
+    where = first_bad_block(model, inputs)  # every rank runs it: a forward pass can be a collective
+    places: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(places, where)
+    ranks = verdict.bad_loss_ranks
+    return "; ".join(f"the loss of rank {rank} is not finite, first seen in {places[rank]}" for rank in ranks)
