@@ -1,8 +1,7 @@
 """What the model did with each token of a text, in colour: in a terminal or as an HTML page.
 
 The background says how many blocks processed the token; a token that chose mostly no-ops is underlined. Where all
-blocks process all tokens, the background says how many no-ops it chose instead. The scale runs from pale yellow to dark
-blue and gets darker all the way, so it reads without colour vision, too.
+blocks process all tokens, the background says how many no-ops it chose instead.
 """
 
 from __future__ import annotations
@@ -15,20 +14,11 @@ from dataclasses import dataclass
 import torch
 
 from mode.data.tokenizer import Tokenizer
+from mode.generation.page import UNPRINTABLE, colour, css, escaped, ink, page
 from mode.generation.text import TextStream
 from mode.model.transformer import ModeTransformer
 from mode.routing import BlockRouting
 
-# ColorBrewer's YlGnBu, made for all kinds of colour vision.
-SCALE = [
-    (255, 255, 217),
-    (199, 233, 180),
-    (127, 205, 187),
-    (65, 182, 196),
-    (29, 145, 192),
-    (34, 94, 168),
-    (12, 44, 132),
-]
 RESET = "\x1b[0m"
 
 
@@ -126,22 +116,6 @@ def _entered(record: BlockRouting) -> list[tuple[int, int, int]]:
     return [(position, choices_TK.shape[1], skipped) for position, skipped in zip(positions, no_ops, strict=True)]
 
 
-def colour(level: float) -> tuple[int, int, int]:
-    """The scale at `level`, 0 to 1."""
-    place = level * (len(SCALE) - 1)
-    low = min(int(place), len(SCALE) - 2)
-    share = place - low
-    red, green, blue = (round(a + (b - a) * share) for a, b in zip(SCALE[low], SCALE[low + 1], strict=True))
-    return red, green, blue
-
-
-def ink(background: tuple[int, int, int]) -> tuple[int, int, int]:
-    """Black or white, whichever contrasts more."""
-    linear = [(c / 255 / 12.92 if c <= 10 else ((c / 255 + 0.055) / 1.055) ** 2.4) for c in background]
-    luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-    return (0, 0, 0) if luminance > 0.179 else (255, 255, 255)
-
-
 def underlined(token: TokenRoute) -> bool:
     return token.choices > 0 and 2 * token.no_ops >= token.choices
 
@@ -164,31 +138,16 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() or c == "\t" else UNPRINTABLE for c in text)
 
 
-UNPRINTABLE = "\ufffd"
-
-PAGE = """<!doctype html>
-<html lang="en">
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{title}</title>
-<style>
-body {{ font: 15px/1.4 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #111;
-  background: #fff; }}
-pre {{ font: 14px/1.9 ui-monospace, Menlo, Consolas, monospace; white-space: pre-wrap; overflow-wrap: anywhere;
-  tab-size: 4; }}
-pre span {{ padding: .2em 0; }}
-.new {{ border-top: 2px solid #d55e00; }}
-.no-op {{ text-decoration: underline; text-decoration-thickness: 2px; text-underline-offset: 3px; }}
-.scale {{ display: inline-block; min-width: 2.5rem; text-align: center; font-size: 13px; }}
-table {{ border-collapse: collapse; font-size: 13px; }}
-th, td {{ padding: .15rem .8rem .15rem 0; text-align: right; font-variant-numeric: tabular-nums; }}
-th {{ border-bottom: 1px solid #888; }}
-</style>
-<h1>{title}</h1>
-<p>{legend}<br>{scale}</p>
-{texts}
-</html>
-"""
+STYLE = """\
+body { max-width: 60rem; }
+pre { font-size: 14px; line-height: 1.9; }
+pre span { padding: .2em 0; }
+.new { border-top: 2px solid #d55e00; }
+.no-op { text-decoration: underline; text-decoration-thickness: 2px; text-underline-offset: 3px; }
+.scale { display: inline-block; min-width: 2.5rem; text-align: center; font-size: 13px; }
+table { border-collapse: collapse; font-size: 13px; }
+th, td { padding: .15rem .8rem .15rem 0; text-align: right; font-variant-numeric: tabular-nums; }
+th { border-bottom: 1px solid #888; }"""
 
 
 def to_html(texts: Sequence[Routes], title: str) -> str:
@@ -197,12 +156,9 @@ def to_html(texts: Sequence[Routes], title: str) -> str:
     fewest, most = min(routes.fewest for routes in texts), max(routes.most for routes in texts)
     texts = [dataclasses.replace(routes, fewest=fewest, most=most) for routes in texts]  # one scale for the page
     words = [texts[0].legend(), texts[0].underline_legend(), "line above: new tokens"]
-    return PAGE.format(
-        title=html.escape(title),
-        legend="<br>".join(html.escape(line) for line in words if line),
-        scale=_scale(texts[0]),
-        texts="\n".join(_text(routes) for routes in texts),
-    )
+    legend = "<br>".join(html.escape(line) for line in words if line)
+    body = "\n".join([f"<p>{legend}<br>{_scale(texts[0])}</p>", *map(_text, texts)])
+    return page(title, STYLE, body)
 
 
 def _scale(routes: Routes) -> str:
@@ -212,12 +168,7 @@ def _scale(routes: Routes) -> str:
         steps = [(str(count), routes.depth_level(count)) for count in range(routes.fewest, routes.most + 1)]
     elif routes.has_no_ops:
         steps = [(f"{share}%", share / 100) for share in (0, 25, 50, 75, 100)]
-    return "".join(f'<span class="scale" style="{_style(level)}">{label}</span>' for label, level in steps)
-
-
-def _style(level: float) -> str:
-    background = colour(level)
-    return "background: rgb({}, {}, {}); ".format(*background) + "color: rgb({}, {}, {})".format(*ink(background))
+    return "".join(f'<span class="scale" style="{css(level)}">{label}</span>' for label, level in steps)
 
 
 def _text(routes: Routes) -> str:
@@ -231,9 +182,7 @@ def _span(routes: Routes, token: TokenRoute) -> str:
     if routes.has_no_ops:
         about += f"; {token.no_ops} of {token.choices} choices are no-ops"
     classes = [name for name, on in (("new", not token.is_prompt), ("no-op", underlined(token))) if on]
-    style = _style(routes.level(token))
-    shown = "".join(c if c.isprintable() or c in "\t\n" else UNPRINTABLE for c in token.text)
-    text = html.escape(shown).replace("\n", "&#8629;\n")  # so that the colour of a line's end shows
+    style, text = css(routes.level(token)), escaped(token.text)
     return f'<span class="{" ".join(classes)}" style="{style}" title="{html.escape(about)}">{text}</span>'
 
 

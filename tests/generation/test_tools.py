@@ -16,7 +16,8 @@ import torch
 
 from mode.data.tokenizer import byte_tokenizer
 from mode.generation.cached import CachedDecoder
-from mode.generation.show import colour, ink, to_html, to_terminal, token_routes
+from mode.generation.page import colour, ink
+from mode.generation.show import to_html, to_terminal, token_routes
 from mode.generation.text import TextStream
 from mode.model.transformer import ModeTransformer
 from tests import launch

@@ -11,35 +11,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mode.data.tokenizer import Tokenizer
-from mode.generation.show import UNPRINTABLE, colour, ink
+from mode.generation.page import css, escaped, page
 from mode.generation.text import TextStream
 
-PAGE = """<!doctype html>
-<html lang="en">
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{title}</title>
-<style>
-body {{ font: 15px/1.4 system-ui, sans-serif; max-width: 75rem; margin: 2rem auto; padding: 0 1rem; color: #111;
-  background: #fff; }}
-pre {{ font: 13px/1.5 ui-monospace, Menlo, Consolas, monospace; white-space: pre-wrap; overflow-wrap: anywhere;
-  tab-size: 4; }}
-pre.table {{ white-space: pre; overflow-x: auto; overflow-wrap: normal; }}
-pre.text {{ line-height: 1.9; }}
-pre.text span {{ padding: .2em 0; }}
-.scale {{ display: inline-block; padding: 0 .7rem; text-align: center; font-size: 13px; }}
-img {{ max-width: 100%; }}
-figure {{ margin: 1.5rem 0; }}
-figcaption {{ font-size: 14px; color: #333; }}
-</style>
-<h1>{title}</h1>
-<pre class="table">{table}</pre>
-{pictures}
-<h2>Compute spent on each token</h2>
-<p>{legend}</p>
-{texts}
-</html>
-"""
+STYLE = """\
+body { max-width: 75rem; }
+pre { font-size: 13px; line-height: 1.5; }
+pre.table { white-space: pre; overflow-x: auto; overflow-wrap: normal; }
+pre.text { line-height: 1.9; }
+pre.text span { padding: .2em 0; }
+.scale { display: inline-block; padding: 0 .7rem; text-align: center; font-size: 13px; }
+img { max-width: 100%; }
+figure { margin: 1.5rem 0; }
+figcaption { font-size: 14px; color: #333; }"""
 
 
 @dataclass(frozen=True)
@@ -65,15 +49,13 @@ def to_html(title: str, table: str, pictures: Mapping[str, tuple[bytes, str]], t
     """`pictures`: a PNG file's bytes and what it shows, by name."""
     costs = [piece.flops for text in texts for piece in text]
     low, high = min(costs, default=0.0), max(costs, default=0.0)
-    return PAGE.format(
-        title=html.escape(title),
-        table=html.escape(table),
-        pictures="\n".join(_picture(name, *picture) for name, picture in pictures.items()),
-        legend=_legend(low, high),
-        texts="\n".join(
-            f'<pre class="text">{"".join(_span(piece, low, high) for piece in text)}</pre>' for text in texts
-        ),
-    )
+    body = [
+        f'<pre class="table">{html.escape(table)}</pre>',
+        *(_picture(name, *picture) for name, picture in pictures.items()),
+        f"<h2>Compute spent on each token</h2>\n<p>{_legend(low, high)}</p>",
+        *(f'<pre class="text">{"".join(_span(piece, low, high) for piece in text)}</pre>' for text in texts),
+    ]
+    return page(title, STYLE, "\n".join(body))
 
 
 def _picture(name: str, png: bytes, about: str) -> str:
@@ -101,12 +83,9 @@ def _cost(flops: float) -> str:
 
 
 def _style(cost: float, low: float, high: float) -> str:
-    background = colour((cost - low) / (high - low) if high > low else 0.0)
-    return "background: rgb({}, {}, {}); ".format(*background) + "color: rgb({}, {}, {})".format(*ink(background))
+    return css((cost - low) / (high - low) if high > low else 0.0)
 
 
 def _span(piece: Piece, low: float, high: float) -> str:
-    shown = "".join(c if c.isprintable() or c in "\t\n" else UNPRINTABLE for c in piece.text)
-    text = html.escape(shown).replace("\n", "&#8629;\n")  # so that the colour of a line's end shows
     about = html.escape(f"{_cost(piece.flops)}; {piece.about}")
-    return f'<span style="{_style(piece.flops, low, high)}" title="{about}">{text}</span>'
+    return f'<span style="{_style(piece.flops, low, high)}" title="{about}">{escaped(piece.text)}</span>'
