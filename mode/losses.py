@@ -70,6 +70,11 @@ def cross_entropy(logits_BLV: Tensor, labels_BL: Tensor) -> Tensor:
     return summed / (targets_BL != -100).sum().clamp(min=1)
 
 
+def mean(values: Tensor) -> Tensor:
+    """0 of nothing, connected to the model all the same: a rank without rows still enters backward's collectives."""
+    return values.mean() if values.numel() else values.sum()
+
+
 def balance(share_XJ: Tensor, score_XJ: Tensor, target_J: Tensor) -> Tensor:
     """sum_j f_j P_j / t_j. With f = P it is smallest, 1, where both are the targets."""
     return (share_XJ * score_XJ / target_J).sum(dim=-1)
@@ -86,7 +91,7 @@ def expert_balance(
     scores_BJ = join_no_ops(placement.unflatten(routing.scores_TJ).sum(dim=1), experts.num_experts)
     if loss.scope == "sequence":
         tokens_B1 = chosen_BJ.sum(dim=1, keepdim=True).clamp(min=1)  # a sequence without tokens adds nothing
-        return balance(chosen_BJ / tokens_B1, scores_BJ / tokens_B1, target_J).mean()
+        return mean(balance(chosen_BJ / tokens_B1, scores_BJ / tokens_B1, target_J))
     chosen_J, scores_J = chosen_BJ.sum(dim=0), scores_BJ.sum(dim=0)
     num_ranks = 1
     if distributed.is_available() and distributed.is_initialized():
@@ -103,7 +108,7 @@ def expert_z(placement: Placement, routing: ExpertRouting) -> Tensor:
         [routing.logits_TJ.logsumexp(dim=-1).square(), torch.ones_like(routing.logits_TJ[:, 0])], 1
     )
     summed_B, tokens_B = placement.unflatten(squared_TZ).sum(dim=1).unbind(dim=1)
-    return (summed_B / tokens_B.clamp(min=1)).mean()
+    return mean(summed_B / tokens_B.clamp(min=1))
 
 
 def depth_predictor(routing: DepthRouting) -> Tensor:
@@ -118,7 +123,8 @@ def depth_aux(routing: DepthRouting) -> Tensor:
 
 
 def _membership_loss(logits_BL: Tensor, routing: DepthRouting) -> Tensor:
-    return F.binary_cross_entropy_with_logits(logits_BL, routing.kept_BL().to(logits_BL.dtype))
+    kept_BL = routing.kept_BL().to(logits_BL.dtype)
+    return F.binary_cross_entropy_with_logits(logits_BL, kept_BL, reduction="mean" if kept_BL.numel() else "sum")
 
 
 def depth_balance(depth: DepthConfig, routing: DepthRouting) -> Tensor:
@@ -126,4 +132,4 @@ def depth_balance(depth: DepthConfig, routing: DepthRouting) -> Tensor:
     kept_BL2 = torch.stack([routing.logits_BL > 0, routing.logits_BL <= 0], dim=-1).to(routing.logits_BL.dtype)
     score_BL2 = torch.stack([torch.sigmoid(routing.logits_BL), torch.sigmoid(-routing.logits_BL)], dim=-1)
     target_2 = torch.tensor([depth.capacity_fraction, 1 - depth.capacity_fraction]).to(score_BL2)
-    return balance(kept_BL2.mean(dim=1), score_BL2.mean(dim=1), target_2).mean()
+    return mean(balance(kept_BL2.mean(dim=1), score_BL2.mean(dim=1), target_2))

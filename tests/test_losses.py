@@ -46,6 +46,25 @@ def test_cross_entropy_scores_each_position_on_the_next_label_and_leaves_out_ign
     assert cross_entropy(logits, labels).item() == pytest.approx(sum(expected) / 4, rel=1e-12)
 
 
+@pytest.mark.parametrize(
+    "parts",
+    [
+        FULL,
+        {"experts": {"balance_loss": {"scope": "global"}}, "model": {"activation_checkpointing": True}},
+        {"depth": {"selection": "token_choice", "balance_weight": 0.1}},
+    ],
+    ids=["all terms", "global balance", "token choice"],
+)
+def test_a_batch_without_rows_has_loss_zero_and_gives_every_parameter_a_zero_gradient(parts):
+    """On a rank without rows: it must enter every collective of backward, and change nothing."""
+    model = ModeTransformer(make_config(**parts))
+    out = model(IDS[:0], labels=IDS[:0])
+    assert out.loss.item() == 0 and all(term.item() == 0 for term in out.losses.values())
+    out.loss.backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None and not parameter.grad.any(), name
+
+
 def test_a_batch_without_any_label_has_loss_zero_and_not_nan():
     assert cross_entropy(torch.randn(2, 4, 5), torch.full((2, 4), -100)).item() == 0
 
