@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -72,6 +73,15 @@ def read_prompts(arguments: argparse.Namespace) -> list[str]:
             print(f"note: {name} is not all UTF-8; other bytes were replaced by U+FFFD", file=sys.stderr)
         texts.append(text)
     return texts
+
+
+def make_room(page: Path) -> None:
+    """Makes the folder of the page, or says why it cannot be written, before anything is sampled."""
+    if page.is_dir():
+        raise ValueError(f"--html is {page}, a folder; name a file")
+    page.parent.mkdir(parents=True, exist_ok=True)
+    if not os.access(page if page.exists() else page.parent, os.W_OK):
+        raise ValueError(f"--html is {page}, which cannot be written; name another file")
 
 
 class Session:
@@ -148,8 +158,6 @@ class Session:
         ]
         if not live and not arguments.json:
             self.print_all(prompts, results)
-        if arguments.html is not None:
-            self.write_html(prompts, new)
         if interrupted:
             print("interrupted", file=sys.stderr)
         return results, interrupted
@@ -170,11 +178,15 @@ class Session:
             else:
                 print(result["prompt"] + result["text"])
 
-    def write_html(self, prompts: list[list[int]], new: list[list[int]]) -> None:
+    def write_html(self, results: list[dict[str, Any]]) -> None:
+        """If the command line asks for it."""
         from mode.generation.show import to_html
 
-        page = to_html([self.routes(*pair) for pair in zip(prompts, new, strict=True)], str(self.arguments.model))
-        Path(self.arguments.html).write_text(page, encoding="utf-8")
+        if self.arguments.html is None:
+            return
+        prompts = self.encode([result["prompt"] for result in results])
+        texts = [self.routes(ids, result["new_tokens"]) for ids, result in zip(prompts, results, strict=True)]
+        Path(self.arguments.html).write_text(to_html(texts, str(self.arguments.model)), encoding="utf-8")
 
 
 def ask(session: Session) -> int:
@@ -190,6 +202,7 @@ def ask(session: Session) -> int:
             results, _ = session.answer([text.encode(errors="surrogateescape").decode(errors="replace")])
             if session.arguments.json:
                 print(json.dumps(results[0]), flush=True)
+            session.write_html(results)
         except ValueError as error:  # one prompt that is too long is no reason to leave
             print(f"error: {error}", file=sys.stderr)
 
@@ -198,12 +211,15 @@ def main(command_line: list[str] | None = None) -> int:
     arguments = parse_arguments(command_line)
     try:
         texts = read_prompts(arguments)
+        if arguments.html is not None:
+            make_room(Path(arguments.html))
         session = Session(arguments)
         if not texts:
             return ask(session)
         results, interrupted = session.answer(texts)
         if arguments.json:
             print(json.dumps(results, indent=2))
+        session.write_html(results)  # last: the texts are out, whatever happens to the file
         return INTERRUPTED if interrupted else 0
     except KeyboardInterrupt:
         return INTERRUPTED

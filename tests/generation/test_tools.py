@@ -159,6 +159,29 @@ def test_wrong_arguments_are_one_line(world, capsys, tmp_path):
     assert "reading or writing failed" in capsys.readouterr().err
 
 
+def test_a_page_gets_its_folder_and_nothing_is_sampled_for_one_that_cannot_be(world, capsys, tmp_path):
+    page = tmp_path / "not" / "yet" / "page.html"
+    assert generate.main([str(world / "out"), "12", "--max_new_tokens", "2", "--html", str(page)]) == 0
+    assert "<span" in page.read_text(encoding="utf-8")
+    (tmp_path / "file").write_text("")
+    capsys.readouterr()
+    for wrong, code, words in ((tmp_path, 2, "a folder; name a file"), (tmp_path / "file" / "x.html", 4, "file")):
+        assert generate.main([str(world / "out"), "12", "--html", str(wrong)]) == code
+        shown = capsys.readouterr()
+        assert shown.out == "" and words in shown.err
+
+
+def test_the_texts_are_out_even_if_the_page_cannot_be_written(world, capsys, tmp_path, monkeypatch):
+    def full(*arguments: object, **options: object) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    arguments = ["12", "--max_new_tokens", "2", "--json", "--html", str(tmp_path / "page.html")]
+    assert generate.main([str(world / "out"), *arguments]) == 4
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)[0]["prompt"] == "12" and "no space left" in shown.err
+
+
 def test_evaluation_tells_all_three_losses_and_agrees_with_the_run(world, capsys):
     found = {}
     for name in ("run", "out"):
