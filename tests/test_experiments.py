@@ -87,6 +87,15 @@ def test_the_plan_has_the_figures_of_the_plan_tool_and_the_length_of_the_budget(
     assert first.cost.flops_per_token < members[2].cost.flops_per_token  # every other block costs more than every one
 
 
+def test_a_plan_warns_of_budgets_that_whole_steps_miss(tmp_path, capsys, configs):
+    step = accounting.step_flops(load_run_config(configs[0]), 1)
+    options = ["--config", configs[0], "--output", tmp_path / "runs", "--sizes", "2x32", "--seeds", 0, 1, "--plan"]
+    assert isoflop.main([*map(str, options), "--budgets", "1e3", "1e12", str(20 * step)]) == 0
+    warnings = capsys.readouterr().err.splitlines()
+    assert len(warnings) == 1, "one for both seeds, and none for budgets of many steps"
+    assert warnings[0].startswith("warning: dense-2x32-1000-seed0: mode.train.flops is 1000; a step takes")
+
+
 def test_a_size_keeps_heads_and_the_shares_of_the_inner_widths():
     document = json.loads((CONFIGS / "mode.json").read_text())  # 8 x 128, 4 heads, 2 for keys, 352 inside
     resize(document, parse_size("12x192,optimizer.params.lr=0.002"))

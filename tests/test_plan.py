@@ -202,10 +202,23 @@ def test_a_description_beyond_ascii_does_not_break_a_plain_terminal(tmp_path: Pa
         ({"mode.experts": None}, ["--ep_size", "2"], "--ep_size has no effect"),
         ({"zero_optimization.offload_optimizer": {"device": "cpu"}}, [], "as if nothing were offloaded"),
         ({"optimizer.type": "Lion"}, [], 'optimizer.type is "Lion"; memory is counted as for Adam'),
+        ({"mode.train": {"tokens": 600}}, [], "mode.train.tokens is 600; a step takes 2048, so the run has 1 of them"),
+        ({"mode.train": {"flops": 1e9}}, [], "mode.train.flops is 1e+09; a step takes"),
         ({"mode.experts.balance_bias": None}, [], "held by a balance loss of weight 0.01 alone"),
         ({"mode.depth.predictor": None}, [], "neither depth.predictor nor depth.aux_loss is set"),
     ],
-    ids=["few tokens", "one token", "memory", "ep_size", "offload", "optimizer", "weak balance", "no predictor"],
+    ids=[
+        "few tokens",
+        "one token",
+        "memory",
+        "ep_size",
+        "offload",
+        "optimizer",
+        "tokens",
+        "flops",
+        "weak balance",
+        "no predictor",
+    ],
 )
 def test_a_config_worth_a_second_look_gets_a_warning(
     tmp_path: Path, change: dict[str, Any], arguments: list[str], warning: str
@@ -216,6 +229,18 @@ def test_a_config_worth_a_second_look_gets_a_warning(
     assert f"warning: {file}: " in done.stdout
     assert warning in done.stdout
     assert any(warning in said for said in plan_json(file, *arguments)["plan"]["warnings"])
+
+
+def test_a_budget_that_whole_steps_nearly_meet_gets_no_warning(tmp_path: Path) -> None:
+    for tokens, missed in (
+        (20480, None),
+        (22500, None),
+        (1.9 * 2048, None),
+        (1.8 * 2048, "+11%"),
+        (2.4 * 2048, "-17%"),
+    ):
+        plan = plan_json(write(tmp_path, {"train_batch_size": 8, "mode.train": {"tokens": round(tokens)}}))["plan"]
+        assert [text for text in plan["warnings"] if missed in text] if missed else not plan["warnings"], tokens
 
 
 # ---------------------------------------------------------------------------------------------------

@@ -15,6 +15,8 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+from planning.figures import missed_budget
+
 from mode import accounting
 from mode.config import RUN_LENGTHS
 from mode.config_file import RunConfig, override, read_json, run_config_from_dict
@@ -301,6 +303,13 @@ def cost_of(run: RunConfig, world_size: int) -> Cost:
         tokens=steps * rows * accumulation * world_size * run.mode.model.sequence_length,
         flops=steps * accounting.step_flops(run, world_size),
     )
+
+
+def missed_budgets(members: Sequence[Member], world_size: int) -> list[str]:
+    """A warning for every place of the experiment whose whole steps miss its budget by much; seeds share one."""
+    places = {member.point: member for member in reversed(members)}
+    missed = [(member.name, missed_budget(member.run, world_size)) for member in reversed(places.values())]
+    return [f"{name}: {text}" for name, text in missed if text is not None]
 
 
 # ---------------------------------------------------------------------------------------------------

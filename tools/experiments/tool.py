@@ -111,6 +111,7 @@ def conduct(
 def _outcomes(
     options: argparse.Namespace, plan: Callable[[argparse.Namespace], list[Member]]
 ) -> tuple[list[Outcome], bool]:
+    from experiments.members import missed_budgets
     from experiments.running import Runner, check_unchanged, look, parse_command
     from mode.section import ConfigError
 
@@ -125,6 +126,9 @@ def _outcomes(
     command = parse_command(options.command)
     for member in members:
         check_unchanged(member, output)
+    if not options.report:
+        for warning in missed_budgets(members, options.world_size):
+            print(f"warning: {warning}", file=sys.stderr)
     if options.plan or options.report:
         return [look(member, output) for member in members], False
     runner = Runner(output, command, own=options.command is None, jobs=options.jobs)

@@ -13,6 +13,7 @@ from mode.config_file import RunConfig
 Plan = dict[str, Any]
 
 FEW_ASSIGNMENTS = 8  # per expert and optimizer step: below it an expert's gradient is mostly noise
+FAR_FROM_BUDGET = 0.1  # a share of it, by which whole steps may miss a budget before it is worth a warning
 WEAK_BALANCE = 1.0  # a balance loss below this weight does not hold the no-op share near its target
 
 
@@ -163,6 +164,9 @@ def _warnings(plan: Plan, run: RunConfig, memory_gb: float | None) -> Iterator[s
                 f"an expert of a {name} block will see about {share} assignments per step; below {FEW_ASSIGNMENTS} "
                 "its gradient is mostly noise: use fewer experts or a larger batch"
             )
+    missed = missed_budget(run, plan["layout"]["world_size"])
+    if missed is not None:
+        yield missed
     experts, depth = run.mode.experts, run.mode.depth
     if experts is not None and experts.num_no_ops and experts.balance_bias is None:
         weight = experts.balance_loss.weight if experts.balance_loss is not None else 0.0
@@ -189,3 +193,23 @@ def _warnings(plan: Plan, run: RunConfig, memory_gb: float | None) -> Iterator[s
 def first_block(plan: Plan, routed: bool) -> Plan | None:
     """One block of a kind; by expectation all blocks of a kind are alike."""
     return next((block for block in plan["blocks"] if block["routed"] is routed), None)
+
+
+def missed_budget(run: RunConfig, world_size: int) -> str | None:
+    """A warning if whole steps miss the run's tokens or FLOPs by much, as when one step takes more than all of them."""
+    train = run.mode.train
+    name = next((name for name in ("tokens", "flops") if getattr(train, name) is not None), None)
+    if name is None:
+        return None
+    asked = getattr(train, name)
+    steps, (micro, accumulation) = accounting.num_steps(run, world_size), run.engine.batch_layout(world_size)
+    tokens = micro * accumulation * world_size * run.mode.model.sequence_length
+    each = tokens if name == "tokens" else accounting.step_flops(run, world_size)
+    share = steps * each / asked - 1
+    if abs(share) <= FAR_FROM_BUDGET:
+        return None
+    unit = "FLOPs" if name == "flops" else name
+    return (
+        f"mode.train.{name} is {asked:.4g}; a step takes {each:.4g}, so the run has {steps} of them and "
+        f"{steps * each:.4g} {unit}, {share:+.0%}: use a larger budget or a smaller batch"
+    )
