@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 METRICS, EVENTS = "metrics.jsonl", "events.out.tfevents.*"
+EXPORTED = "model.safetensors"  # what `tools/export.py` writes, and a run does not
 POSITION = ("step", "tokens", "flops")  # every logged step has them, beside its values
 BY_TOKENS, BY_FLOPS = "loss_by_tokens/", "loss_by_flops/"  # tags whose x axis is tokens or training GFLOPs
 GIGA = 10**9

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from mode import __version__, accounting
 from mode.config import ModeConfig
 from mode.config_file import RunConfig, load_run_config
-from mode.run_files import EVENTS, METRICS, Row, read_events, read_metrics
+from mode.run_files import EVENTS, EXPORTED, METRICS, Row, read_events, read_metrics
 from mode.run_files import RunError as RunError
 from mode.section import ConfigError
 
@@ -151,6 +151,11 @@ def read_run(directory: str | Path) -> Run:
     if not any(folder.iterdir()):
         raise RunError(folder, "is empty; name the directory of a run, which holds config.json and metrics.jsonl")
     has_metrics, has_events = (folder / METRICS).is_file(), any(folder.glob(EVENTS))
+    if (folder / EXPORTED).is_file() and not has_metrics and not has_events:
+        raise RunError(
+            folder,
+            "is an exported model, which has no record of its training; name the run directory it was exported from",
+        )
     if not (folder / "config.json").is_file():
         what = "is half-written: it has no config.json" if has_metrics or has_events else "is no run directory"
         raise RunError(folder, f"{what}; name the directory of a run, which holds config.json and metrics.jsonl")

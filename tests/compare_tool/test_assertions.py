@@ -60,6 +60,20 @@ def test_assert_better_knows_its_margin(tmp_path, capsys):
     )
 
 
+def test_assert_better_makes_the_remarks_of_the_verdict(tmp_path, capsys):
+    for name, shifts in {"a": [0.0, 0.1], "b": [0.02, 0.09]}.items():
+        for seed, shift in enumerate(shifts):
+            changes = {"mode__seed": seed, "mode__experts__num_shared": int(name == "b")}
+            write_run(tmp_path / f"{name}-s{seed}", lambda _, shift=shift: 4 + shift, steps=40, **changes)
+    found = figures(capsys, tmp_path, "--assert_better", "b", "a", code=1)
+    remarks = found["verdicts"][0]["remarks"]
+    assert remarks[0].startswith("within the seeds' spread (2 and 2 seeds; ")
+    assert remarks[1:] == [f"{name} is only through 40% of its steps there" for name in ("b", "a")]
+    assert found["assertions"][0]["text"].endswith("; ".join(["asked for: at least 0.000% below", *remarks]))
+    compare.main([str(tmp_path), "--assert_better", "b", "a"])
+    assert "assert_better failed: " in (error := capsys.readouterr().err) and remarks[0] in error
+
+
 def test_assert_equal_sees_the_last_bit(tmp_path, capsys):
     law = power_law(2.0, 3.0, 0.5)
     write_run(tmp_path / "a", law)

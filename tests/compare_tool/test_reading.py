@@ -46,6 +46,15 @@ def test_every_unreadable_directory_is_one_clear_error(tmp_path):
     assert "it has no config.json" in problem(folder)
 
 
+def test_an_exported_model_is_named_as_such(tmp_path, capsys):
+    folder = tmp_path / "exported"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"format_version": 1, "mode_version": "0.1.0", "mode": {}}))
+    (folder / "model.safetensors").write_bytes(b"")
+    error = fails(capsys, folder)
+    assert "is an exported model, which has no record of its training; name the run directory" in error
+
+
 def test_a_last_line_cut_off_by_a_kill_is_left_out(tmp_path):
     folder = write_run(tmp_path / "a", lambda _: 4.0)
     text = (folder / "metrics.jsonl").read_text()

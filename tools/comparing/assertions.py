@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from comparing.comparable import judge
-from comparing.matching import AXIS_NAMES, Figures, losses_at, overlap, place
+from comparing.matching import AXIS_NAMES, Figures, overlap, place, verdict
 from mode.runs import Run, RunError, Variant
 
 
@@ -76,14 +76,15 @@ def better(first: Variant, second: Variant, by: float, axis: str) -> Figures:
     found = overlap(runs, axis)
     if found.problem is not None:
         raise RunError(first.runs[0].directory, f"cannot be compared with {second.label}: {found.problem}")
-    mine, other = (losses_at(variant, axis, found.high, common) for variant in (first, second))
-    assert mine is not None and other is not None
-    gain = (other["mean"] - mine["mean"]) / other["mean"]
-    holds = mine["mean"] <= other["mean"] * (1 - by)
+    judged = verdict(first, second, axis, common)
+    mine, other = judged["loss"]["mean"], judged["baseline_loss"]["mean"]
+    gain = (other - mine) / other
+    holds = mine <= other * (1 - by)
     where = "equal to" if gain == 0 else f"{abs(gain):.3%} {'below' if gain > 0 else 'above'}"
-    text = (
+    compared = (
         f"{first.label} is {where} {second.label} at equal "
-        f"{AXIS_NAMES[axis]} ({place(axis, found.high)}): {mine['mean']:.6f} and {other['mean']:.6f} {common.unit}; "
+        f"{AXIS_NAMES[axis]} ({place(axis, found.high)}): {mine:.6f} and {other:.6f} {common.unit}; "
         f"asked for: at least {by:.3%} below"
     )
+    text = "; ".join([compared, *judged["remarks"]])
     return {"assert": "better", "holds": holds, "gain": gain, "by": by, "at": found.high, "text": text}

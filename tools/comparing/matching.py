@@ -114,9 +114,10 @@ def verdict(variant: Variant, baseline: Variant, axis: str, common: Comparabilit
     word = "equal in these digits" if abs(difference) < 5e-5 else "better" if difference < 0 else "worse"
     text = (
         f"{variant.label} against {baseline.label} at equal {AXIS_NAMES[axis]} ({place(axis, x)}): {mine['mean']:.4f} "
-        f"against {other['mean']:.4f} {common.unit}, {difference:+.4f} ({percent:+.2f} %), {word}; {about_seeds}"
+        f"against {other['mean']:.4f} {common.unit}, {difference:+.4f} ({percent:+.2f} %), {word}"
     )
-    remarks = [
+    remarks = [about_seeds]
+    remarks += [
         f"{item.label} is only through {share:.0%} of its steps there"
         for item in (variant, baseline)
         if (share := _through(item, axis, x)) is not None and share < NEARLY_THROUGH
