@@ -35,7 +35,10 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("runs", nargs="*", metavar="RUN", help="a run directory, or a directory that holds some")
     parser.add_argument(
-        "--at", choices=AXIS_OPTIONS, default="flops", help="what is equal in the verdict and --assert_better (flops)"
+        "--at",
+        choices=AXIS_OPTIONS,
+        default="flops",
+        help="what is equal in the verdict and --assert_better (default: flops)",
     )
     parser.add_argument("--baseline", metavar="A", help="the variant that verdicts compare with (default: the first)")
     parser.add_argument("--points", type=int, default=4, metavar="N", help="matched points per axis (default: 4)")

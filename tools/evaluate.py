@@ -23,9 +23,14 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("model", help="a run directory, a folder named step_N or an exported folder")
     parser.add_argument("--step", type=int, metavar="N", help="the checkpoint of that step, given a run directory")
-    parser.add_argument("--sequences", type=int, metavar="N", help="default: mode.train.eval_sequences, as in training")
+    parser.add_argument(
+        "--sequences",
+        type=int,
+        metavar="N",
+        help="how many held-out sequences (default: mode.train.eval_sequences, as in training)",
+    )
     parser.add_argument("--batch_size", type=int, default=8, metavar="N", help="sequences at a time (default: 8)")
-    parser.add_argument("--device", default="cpu", help="default: cpu")
+    parser.add_argument("--device", default="cpu", help="what the model runs on, such as cuda (default: cpu)")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     return parser.parse_args(arguments)
 

@@ -28,20 +28,33 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         prog="generate.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("model", help="a run directory, a folder named step_N or an exported folder")
-    parser.add_argument("prompts", nargs="*", metavar="prompt", help="text to continue; none: asks for it")
+    parser.add_argument("prompts", nargs="*", metavar="prompt", help="text to continue; without any, it is asked for")
     parser.add_argument(
-        "--file", action="append", default=[], metavar="FILE", help="a file whose whole text is a prompt; -: the input"
+        "--file",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="a file whose whole text is a prompt; - reads standard input",
     )
     parser.add_argument("--step", type=int, metavar="N", help="the checkpoint of that step, given a run directory")
-    parser.add_argument("--max_new_tokens", type=int, metavar="N", help="default: 128, or what the model has room for")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0, the default: always the likeliest token")
+    parser.add_argument(
+        "--max_new_tokens",
+        type=int,
+        metavar="N",
+        help="how much to add at most (default: 128, or less where the model has less room)",
+    )
+    parser.add_argument(
+        "--temperature", type=float, default=0.0, metavar="X", help="0: always the likeliest token (default)"
+    )
     parser.add_argument("--top_k", type=int, metavar="K", help="choose among the K likeliest tokens")
     parser.add_argument(
-        "--top_p", type=float, metavar="P", help="choose among the likeliest with probability P together"
+        "--top_p", type=float, metavar="P", help="choose among the likeliest tokens that have probability P together"
     )
-    parser.add_argument("--repetition_penalty", type=float, default=1.0, metavar="X", help="above 1: repeats less")
-    parser.add_argument("--seed", type=int, default=0, help="of the random draws (default: 0)")
-    parser.add_argument("--go_on", action="store_true", help="do not stop at the end of a document")
+    parser.add_argument(
+        "--repetition_penalty", type=float, default=1.0, metavar="X", help="above 1: repeats less (default: 1)"
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the random draws (default: 0)")
+    parser.add_argument("--go_on", action="store_true", help="do not stop where the model ends a document")
     parser.add_argument(
         "--routing",
         choices=("predictor", "router"),
@@ -51,10 +64,10 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--show_routing",
         action="store_true",
-        help="print the text at its end in colours: how many blocks processed each token, and no-op choices",
+        help="print the text when it is complete, in colours: how many blocks processed each token, and no-op choices",
     )
-    parser.add_argument("--html", metavar="FILE", help="write the same as an HTML page")
-    parser.add_argument("--device", default="cpu", help="default: cpu")
+    parser.add_argument("--html", metavar="FILE", help="write the text in these colours as an HTML page")
+    parser.add_argument("--device", default="cpu", help="what the model runs on, such as cuda (default: cpu)")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), help="of the weights (default: as they are stored)")
     parser.add_argument("--json", action="store_true", help="print texts, tokens and figures as JSON, at the end")
     return parser.parse_args(arguments)

@@ -10,8 +10,8 @@ parabola in the logarithm of the size (--axis) is fitted to the counted losses o
 routed; its lowest point is the optimum if it lies inside the family. What the optimum costs is interpolated between the
 sizes. FLOPs per forward pass are relative to the baseline's optimum, or to its best member where it has none.
 
-Members run one after another; the same command goes on where an earlier one stopped, and leaves out what is finished. A
-member that fails is reported and does not stop the others.
+Members run one after another, or --jobs at a time; the same command goes on where an earlier one stopped, and leaves
+out what is finished. A member that fails is reported and does not stop the others.
 
 Exit codes: 0; 1 when a member failed; 2 for wrong usage, or a directory of another experiment; 75 when interrupted.
 """

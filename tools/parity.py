@@ -282,7 +282,7 @@ def quick(precision: str) -> list[Case]:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="default: fp32")
     parser.add_argument("--ranks", type=int, default=4, help="processes of each case; a multiple of 4 (default: 4)")
     parser.add_argument("--steps", type=int, default=20, help="steps of each case (default: 20)")
     parser.add_argument("--quick", action="store_true", help="a sample of the matrix instead of all of it")

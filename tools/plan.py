@@ -49,10 +49,13 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--world_size",
         type=positive_integer,
+        metavar="N",
         help="number of ranks (default: what the batch sizes imply, else the ep_size of the file)",
     )
-    parser.add_argument("--ep_size", type=positive_integer, help="overrides mode.experts.ep_size")
-    parser.add_argument("--memory_gb", type=positive_number, help="warn when a rank needs more (GB of 10^9 bytes)")
+    parser.add_argument("--ep_size", type=positive_integer, metavar="N", help="instead of mode.experts.ep_size")
+    parser.add_argument(
+        "--memory_gb", type=positive_number, metavar="X", help="warn when a rank needs more (GB of 10^9 bytes)"
+    )
     parser.add_argument("--json", action="store_true", help="print exact figures as JSON")
     return parser
 

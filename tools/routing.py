@@ -28,7 +28,12 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("model", metavar="RUN", help="a run directory, a folder named step_N or an exported folder")
     parser.add_argument("--step", type=int, metavar="N", help="the checkpoint of that step, given a run directory")
-    parser.add_argument("--sequences", type=int, metavar="N", help="default: mode.train.eval_sequences, as in training")
+    parser.add_argument(
+        "--sequences",
+        type=int,
+        metavar="N",
+        help="how many held-out sequences (default: mode.train.eval_sequences, as in training)",
+    )
     parser.add_argument("--batch_size", type=int, default=8, metavar="N", help="sequences at a time (default: 8)")
     parser.add_argument(
         "--causal",
@@ -44,9 +49,13 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         help="positions per sequence at which the leak of depth routing is measured (default: 8; 0: not at all)",
     )
     parser.add_argument("--texts", type=int, default=4, metavar="N", help="sequences shown in colour (default: 4)")
-    parser.add_argument("--output", metavar="DIR", help="default: RUN/routing, or EXPORTED_routing beside the folder")
+    parser.add_argument(
+        "--output",
+        metavar="DIR",
+        help="where the files go (default: RUN/routing; for an exported FOLDER, FOLDER_routing)",
+    )
     parser.add_argument("--no_tensorboard", action="store_true", help="write no pictures for TensorBoard")
-    parser.add_argument("--device", default="cpu", help="default: cpu")
+    parser.add_argument("--device", default="cpu", help="what the model runs on, such as cuda (default: cpu)")
     parser.add_argument("--json", action="store_true", help="print the numbers as JSON")
     return parser.parse_args(arguments)
 

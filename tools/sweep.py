@@ -8,9 +8,10 @@ figure.
     python tools/sweep.py --config ds_configs/mod.json ds_configs/mod_stochastic.json --output runs/gates \\
         --vary mod:mode.depth.gate=raw,sigmoid,tanh --vary mod_stochastic:mode.depth.gate=one,raw --plan
 
-Members run one after another; the same command goes on where an earlier one stopped, and leaves out what is finished. A
-member that fails is reported and does not stop the others. Settings that must change together are another configuration
-file: mod_stochastic beside mod. A configuration without --vary is drawn as a line to measure the others by.
+Members run one after another, or --jobs at a time; the same command goes on where an earlier one stopped, and leaves
+out what is finished. A member that fails is reported and does not stop the others. Settings that must change together
+are another configuration file: mod_stochastic beside mod. A configuration without --vary is drawn as a line to measure
+the others by.
 
 Exit codes: 0; 1 when a member failed; 2 for wrong usage, or a directory of another experiment; 75 when interrupted.
 """

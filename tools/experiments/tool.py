@@ -32,7 +32,7 @@ class Report:
 
 def add_shared_options(parser: argparse.ArgumentParser, picture: str) -> None:
     parser.add_argument(
-        "--config", nargs="+", required=True, metavar="FILE", help="configurations, such as ds_configs/moe.json"
+        "--config", nargs="+", required=True, metavar="FILE", help="configuration files, such as ds_configs/moe.json"
     )
     parser.add_argument(
         "--vary",
@@ -42,8 +42,12 @@ def add_shared_options(parser: argparse.ArgumentParser, picture: str) -> None:
         help="values a setting takes in turn, in every configuration or in NAME alone (its file's name; several with "
         "commas); given again, all combinations",
     )
-    parser.add_argument("--set", action="append", default=[], metavar="PATH=VALUE", help="a setting of all members")
-    parser.add_argument("--seeds", nargs="+", type=whole_number, metavar="N", help="default: mode.seed of the files")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="PATH=VALUE", help="a setting of all members; repeatable"
+    )
+    parser.add_argument(
+        "--seeds", nargs="+", type=whole_number, metavar="N", help="a member for each (default: mode.seed of the files)"
+    )
     parser.add_argument("--output", required=True, metavar="DIR", help="where the run directories go, or are")
     parser.add_argument("--plan", "--dry_run", action="store_true", help="print the members and what they cost; exit")
     parser.add_argument("--report", action="store_true", help="train nothing, report on what is there")
@@ -59,11 +63,15 @@ def add_shared_options(parser: argparse.ArgumentParser, picture: str) -> None:
         type=positive_integer,
         default=1,
         metavar="N",
-        help="members trained at a time, each on its share of the cores (1). Small models leave cores idle: "
+        help="members trained at a time, each on its share of the cores (default: 1). Small models leave cores idle: "
         "on 2 cores, 2 single-threaded runs do up to 1.8 times the work of one on both",
     )
     parser.add_argument(
-        "--world_size", type=positive_integer, default=1, metavar="N", help="ranks of a member, for the plan (1)"
+        "--world_size",
+        type=positive_integer,
+        default=1,
+        metavar="N",
+        help="ranks of a member, for the plan (default: 1)",
     )
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     parser.add_argument("--write", metavar="FILE", help="write the report there as Markdown")
