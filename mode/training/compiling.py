@@ -42,7 +42,7 @@ def compile_dense_parts(model: ModeTransformer, run: RunConfig, device: torch.de
         raise ConfigError(
             "mode.train.compile",
             f"is true, which on a CPU needs a C++ compiler, and there is no {compiler}; "
-            "install one, name it by CXX, or set it to false",
+            "install one, name it by CXX in one word (torch takes no more), or set it to false",
         )
     for body in (module for module in model.modules() if isinstance(module, BlockBody)):
         for part in (body.attention_norm, body.attention, body.feed_forward_norm, body.feed_forward):
