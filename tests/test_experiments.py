@@ -97,26 +97,33 @@ def test_a_plan_warns_of_budgets_that_whole_steps_miss(tmp_path, capsys, configs
 
 
 def test_a_size_keeps_heads_and_the_shares_of_the_inner_widths():
-    document = json.loads((CONFIGS / "mode.json").read_text())  # 8 x 128, 4 heads, 2 for keys, 352 inside
+    document = flagship_of_width_128()
     resize(document, parse_size("12x192,optimizer.params.lr=0.002"))
     model = document["mode"]["model"]
     assert [model[name] for name in ("num_layers", "width", "num_heads", "num_kv_heads")] == [12, 192, 6, 3]
     assert model["ffn_width"] == document["mode"]["experts"]["width"] == 352 * 192 // 128
     assert document["optimizer"]["params"]["lr"] == 0.002
-    odd = json.loads((CONFIGS / "mode.json").read_text())
+    odd = flagship_of_width_128()
     resize(odd, parse_size("1x160"))
     assert odd["mode"]["model"]["num_heads"] == 5 and odd["mode"]["model"]["num_kv_heads"] == 1  # 2.5 divides nothing
     with pytest.raises(ConfigError, match="no multiple of the 32 of a head"):
-        resize(json.loads((CONFIGS / "mode.json").read_text()), parse_size("4x100"))
+        resize(flagship_of_width_128(), parse_size("4x100"))
+
+
+def flagship_of_width_128() -> dict[str, Any]:
+    document: dict[str, Any] = json.loads((CONFIGS / "mode.json").read_text())
+    document["mode"]["model"] |= {"width": 128, "num_heads": 4, "num_kv_heads": 2, "ffn_width": 352}
+    document["mode"]["experts"]["width"] = 352
+    return document
 
 
 def test_every_shipped_configuration_can_be_resized():
     files = sorted(map(str, CONFIGS.glob("*.json")))
-    members = plan_members(files, sizes=[parse_size("2x64"), parse_size("6x224")], budgets=[1e12])
+    members = plan_members(files, sizes=[parse_size("2x32"), parse_size("6x224")], budgets=[1e12])
     assert len(members) == 2 * len(files) >= 16
     for member in members:
         width = member.run.mode.model.width
-        assert member.run.mode.model.head_width == 32 and member.run.mode.model.ffn_width == round(2.75 * width)
+        assert member.run.mode.model.head_width == 16 and member.run.mode.model.ffn_width == round(2.75 * width)
 
 
 def test_values_are_json_or_text_and_may_hold_commas():
