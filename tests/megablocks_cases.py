@@ -135,7 +135,7 @@ def the_permutation() -> None:
 
 def its_own_grouped_layer() -> None:
     """MegaBlocks' `GroupedGLU` keeps its second weight transposed; with that it computes the same."""
-    from megablocks.layers.glu import memory_optimized_grouped_glu  # type: ignore[import-not-found]
+    from megablocks.layers.glu import memory_optimized_grouped_glu
 
     experts, counts_e = make_layer().experts, torch.tensor([3, 0, 6, 4])
     x_QD = tokens(13)
@@ -195,8 +195,8 @@ CASES: dict[str, Callable[[], None]] = {
 
 def main() -> None:
     megablocks_stand_in.install()
-    import megablocks  # type: ignore[import-not-found]
-    from triton.runtime.interpreter import InterpretedFunction  # type: ignore[import-not-found]
+    import megablocks
+    from triton.runtime.interpreter import InterpretedFunction
 
     assert (Path(megablocks.__file__).parent / "layers" / "dmoe.py").exists()  # the real one
     assert isinstance(megablocks.backend.kernels._padded_copy.fn, InterpretedFunction)

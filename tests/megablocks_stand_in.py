@@ -26,7 +26,7 @@ def install() -> None:
     grouped_gemm.ops, grouped_gemm.backend = _module("grouped_gemm.ops"), _module("grouped_gemm.backend")
     grouped_gemm.ops.gmm, grouped_gemm.backend.gmm = gmm, product
 
-    from megablocks.backend import kernels  # type: ignore[import-not-found]
+    from megablocks.backend import kernels
 
     for kernel in vars(kernels).values():
         if hasattr(kernel, "configs"):

@@ -41,7 +41,7 @@ def count_builds(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 
     def build(folder: Path, *rest: object) -> None:
         builds.append(folder)
-        original(folder, *rest)  # type: ignore[arg-type]
+        original(folder, *rest)
 
     monkeypatch.setattr(packing, "_build", build)
     return builds

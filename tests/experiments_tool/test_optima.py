@@ -1,0 +1,101 @@
+"""What is reported of runs whose losses have a closed form."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from pathlib import Path
+
+import pytest
+
+from mode import accounting
+from mode.config_file import load_run_config
+from tests import closed_form_train as closed_form
+from tests.experiments_tool.using import STAND_IN, isoflop, run_tool, sweep
+
+SIZES = ("1x32", "2x32", "2x48", "3x64", "4x64")
+
+
+def test_isoflop_finds_the_known_optima_and_what_they_cost(tmp_path, capsys, configs):
+    output = tmp_path / "out"
+    base = ["--config", *configs, "--output", output, "--sizes", *SIZES, "--command", STAND_IN]
+    command = [*base, "--budgets", "1e10", "--seeds", 0, 2, "--write", tmp_path / "report.md"]
+    found = run_tool(isoflop, capsys, *command)
+    assert {member["state"] for member in found["members"]} == {"finished"} and len(found["members"]) == 20
+    dense, mod = found["isoflop"]
+    for row, routed in ((dense, False), (mod, True)):
+        loss = closed_form.FLOOR - closed_form.GAIN * routed + closed_form.PER_SEED  # mean of the seeds 0 and 2
+        assert row["optimum"]["parameters"] == pytest.approx(closed_form.OPTIMUM[routed], rel=1e-6)
+        assert row["optimum"]["loss"] == pytest.approx(loss, rel=1e-9)
+        assert row["fit"]["rms"] == pytest.approx(closed_form.PER_SEED, rel=1e-6)  # each seed is so far from the mean
+        assert row["problem"] is None
+    family = {name: _family(configs[name == "mod"]) for name in ("dense", "mod")}
+    costs = {name: _cost_at(family[name], closed_form.OPTIMUM[name == "mod"]) for name in family}
+    assert dense["optimum"]["relative_flops"] == 1 and dense["optimum"]["relative_loss"] == 0
+    assert mod["optimum"]["relative_flops"] == pytest.approx(costs["mod"] / costs["dense"], rel=1e-6)
+    assert mod["optimum"]["relative_loss"] == pytest.approx(-closed_form.GAIN / dense["optimum"]["loss"], rel=1e-6)
+    assert mod["relative_to"] == "dense's optimum"
+    good = [flops for parameters, flops, loss in family["mod"] if loss <= closed_form.FLOOR]
+    cheapest = mod["cheapest_as_good_as_baseline"]
+    assert len(good) > 0 and cheapest["flops_per_token"] == pytest.approx(min(good))
+    best = min(family["mod"], key=lambda item: item[2])
+    assert mod["best"]["parameters"] == best[0] and mod["best"]["loss"] == pytest.approx(best[2] + closed_form.PER_SEED)
+    assert Path(found["plot"]).read_bytes().startswith(b"\x89PNG") and Path(found["plot"]).parent == output
+    assert "| mod | 1e10 | fitted optimum |" in (tmp_path / "report.md").read_text()
+
+
+def _family(config: Path) -> list[tuple[int, float, float]]:
+    """(parameters, forward FLOPs per token, loss of seed 0) of the sizes, without the tool's own planning."""
+    family = []
+    for size in SIZES:
+        layers, width = map(int, size.split("x"))
+        document = json.loads(config.read_text())
+        heads = width // 16
+        document["mode"]["model"] |= {"num_layers": layers, "width": width, "num_heads": heads, "ffn_width": width}
+        document["mode"]["model"]["num_kv_heads"] = {2: 1, 3: 1, 4: 2}[heads]
+        path = config.with_name("resized.json")
+        path.write_text(json.dumps(document))
+        resized = load_run_config(path).mode
+        counts = accounting.expected_counts(resized, 4)
+        forward = accounting.model_flops(resized, counts).forward / (4 * 32)
+        family.append((accounting.num_parameters(resized), forward, closed_form.loss_of(resized)))
+    return family
+
+
+def _cost_at(family: list[tuple[int, float, float]], parameters: float) -> float:
+    low = max(item for item in family if item[0] <= parameters)
+    high = min(item for item in family if item[0] >= parameters)
+    share = math.log(parameters / low[0]) / math.log(high[0] / low[0])
+    return low[1] ** (1 - share) * high[1] ** share
+
+
+def test_isoflop_says_when_the_optimum_is_at_the_edge_and_takes_the_best_member_instead(tmp_path, capsys, configs):
+    base = ["--config", *configs, "--output", tmp_path / "out", "--command", STAND_IN, "--budgets", "1e10"]
+    found = run_tool(isoflop, capsys, *base, "--sizes", "1x32", "1x48", "2x32", "--axis", "active")
+    dense, mod = found["isoflop"]
+    assert dense["optimum"] is None and "add sizes above it" in dense["problem"]
+    assert dense["best"]["relative_flops"] == 1 and mod["best"]["relative_flops"] != 1
+    assert found["axis"] == "active" and dense["fit"]["high"] == max(
+        member["plan"]["active_parameters"] for member in found["members"] if member["config"] == "dense"
+    )
+    assert mod["relative_to"] == f"dense's best member, {dense['best']['size']}"
+    two = run_tool(isoflop, capsys, *base, "--sizes", "1x32", "1x48", "--report")
+    assert two["isoflop"][0]["fit"] is None and two["isoflop"][0]["problem"].startswith("2 finished of the 3 sizes")
+
+
+def test_seeds_are_averaged_and_causal_losses_count(tmp_path, capsys, configs):
+    arguments = ["--config", *configs, "--output", tmp_path / "out", "--command", STAND_IN, "--seeds", 0, 1, 5]
+    found = run_tool(sweep, capsys, *arguments, "--vary", "mod:mode.depth.capacity_fraction=0.25,0.5", "--flops", "1e9")
+    labels = ["dense", "mod capacity_fraction=0.25", "mod capacity_fraction=0.5"]
+    assert [point["label"] for point in found["points"]] == labels
+    for point, config in zip(found["points"], (configs[0], configs[1], configs[1]), strict=True):
+        loss = closed_form.loss_of(load_run_config(config).mode)
+        losses = [loss + closed_form.PER_SEED * seed for seed in (0, 1, 5)]
+        assert point["seeds"] == [0, 1, 5]
+        assert point["loss"]["mean"] == pytest.approx(statistics.mean(losses))
+        assert point["loss"]["std"] == pytest.approx(statistics.stdev(losses))
+        gain = closed_form.TOP_K_GAIN if point["config"] == "mod" else 0.0
+        assert point["measured_final_top_k"]["mean"] == pytest.approx(point["loss"]["mean"] - gain)
+    planned = run_tool(sweep, capsys, *arguments, "--flops", "2e9", "--plan")
+    assert {member["state"] for member in planned["members"]} == {"not started"}  # another budget, another directory
