@@ -17,6 +17,7 @@ import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -184,11 +185,19 @@ def read_run(directory: str | Path) -> Run:
 
 
 def find_runs(path: str | Path) -> list[Path]:
-    """`path` itself if it is a run directory, or else the run directories directly in it."""
+    """`path` itself if it is a run directory, or else the run directories directly in it, half-written ones too."""
     folder = Path(path)
     if not folder.is_dir() or (folder / "config.json").is_file():
         return [folder]
-    return sorted(child for child in folder.iterdir() if (child / "config.json").is_file()) or [folder]
+    return sorted(child for child in folder.iterdir() if _looks_like_a_run(child)) or [folder]
+
+
+def _looks_like_a_run(folder: Path) -> bool:
+    """By what a run writes first, or by holding nothing yet: half a run is to be named, not overlooked."""
+    if not folder.is_dir():
+        return False
+    names = [child.name for child in folder.iterdir()]
+    return not names or any(name in ("config.json", METRICS) or fnmatch(name, EVENTS) for name in names)
 
 
 def _read_config(folder: Path) -> RunConfig:
@@ -287,12 +296,18 @@ def group_runs(runs: Iterable[Run]) -> list[Variant]:
 
 
 def _seeds_apart(group: list[Run]) -> list[list[Run]]:
-    if len({run.seed for run in group}) == len(group):
+    if _all_seeds_differ(group):
         return [group]
     parts: dict[tuple[Path, str], list[Run]] = {}
     for run in group:
         parts.setdefault((run.directory.absolute().parent, run.label), []).append(run)
-    return list(parts.values())
+    return [
+        piece for part in parts.values() for piece in ([part] if _all_seeds_differ(part) else [[run] for run in part])
+    ]
+
+
+def _all_seeds_differ(runs: Sequence[Run]) -> bool:
+    return len({run.seed for run in runs}) == len(runs)
 
 
 def _label(group: list[Run], detail: int) -> str:

@@ -40,7 +40,9 @@ def build_parser() -> argparse.ArgumentParser:
         default="flops",
         help="what is equal in the verdict and --assert_better (default: flops)",
     )
-    parser.add_argument("--baseline", metavar="A", help="the variant that verdicts compare with (default: the first)")
+    parser.add_argument(
+        "--baseline", metavar="A", help="the variant that verdicts compare with (default: the first with finite losses)"
+    )
     parser.add_argument("--points", type=int, default=4, metavar="N", help="matched points per axis (default: 4)")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     parser.add_argument("--markdown", action="store_true", help="print the report as Markdown")
@@ -54,7 +56,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--assert_better",
         nargs=2,
         metavar=("A", "B"),
-        help="fail unless A's counted loss is at least --by below B's; each is a variant's label or a run directory",
+        help="fail unless A's counted loss is below B's, by at least --by; each a variant's label or a run directory",
     )
     parser.add_argument(
         "--by",
@@ -119,6 +121,12 @@ def find_variant(name: str, variants: Sequence[Variant], option: str) -> Variant
     return runs[0][1] if chosen == runs[0][1].runs else Variant(name, chosen)
 
 
+def default_baseline(variants: Sequence[Variant]) -> Variant:
+    """The first that anything can be compared with."""
+    usable = (variant for variant in variants if all(len(run.counted.loss) for run in variant.runs))
+    return next(usable, variants[0])
+
+
 def report(options: argparse.Namespace) -> tuple[dict[str, Any], list[Variant]]:
     """The figures to print, assertions included."""
     from comparing import assertions, figures
@@ -130,7 +138,9 @@ def report(options: argparse.Namespace) -> tuple[dict[str, Any], list[Variant]]:
     runs = read_all([*options.runs, *named], warnings)
     variants = group_runs(runs.values())
     axis = AXIS_OPTIONS[options.at]
-    baseline = find_variant(options.baseline, variants, "--baseline") if options.baseline else variants[0]
+    baseline = (
+        find_variant(options.baseline, variants, "--baseline") if options.baseline else default_baseline(variants)
+    )
     found = figures.compare(variants, baseline, axis, options.points)
     found["warnings"] += warnings
     found["assertions"] = []

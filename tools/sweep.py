@@ -20,6 +20,8 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 from experiments.tool import Report, add_shared_options, conduct
@@ -28,7 +30,7 @@ from mode.tooling import positive_number
 
 if TYPE_CHECKING:
     from experiments.members import Member
-    from experiments.results import Results
+    from experiments.results import Point, Results
 
 PICTURE = "sweep.png"
 
@@ -65,12 +67,27 @@ def report(results: Results, options: argparse.Namespace) -> Report:
     lines = []
     for config in dict.fromkeys(point.member.config for point in results.points):
         points = [point for point in results.points if point.member.config == config]
-        best = min(points, key=lambda point: point.mean)
         if len(points) > 1:
-            lines.append(
-                f"best of {len(points)} variations of {config}: {best.member.label}, {best.mean:.4f} {results.unit}"
-            )
+            lines.append(f"best of {len(points)} variations of {config}: {best_of(points, results.unit)}")
     return Report({}, [], lines)
+
+
+def best_of(points: Sequence[Point], unit: str) -> str:
+    """By the mean over the seeds that all have, beside the next best."""
+    from comparing.matching import beside_the_seeds, spread
+
+    seeds = sorted(set.intersection(*(set(point.seeds) for point in points)))
+    if not seeds:
+        return "unknown, as they have no seed in common"
+    losses = {
+        point.member.label: [loss for seed, loss in zip(point.seeds, point.losses, strict=True) if seed in seeds]
+        for point in points
+    }
+    (best, first), (following, second), *_ = sorted(losses.items(), key=lambda item: fmean(item[1]))
+    gap = fmean(second) - fmean(first)
+    _, about_seeds = beside_the_seeds(gap, {best: spread(first), following: spread(second)})
+    which = f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}"
+    return f"{best}, {fmean(first):.4f} {unit} ({which}), {gap:.4f} ahead of {following}; {about_seeds}"
 
 
 def draw(results: Results, found: Report, options: argparse.Namespace, path: str) -> None:

@@ -123,3 +123,63 @@ def test_the_same_seeds_before_and_after_a_change_are_two_variants(tmp_path):
         ("after", [0, 1]),
     ]
     assert [variant.label for variant in group_runs(runs[:2])] == ["before"]
+
+
+def test_copies_of_one_seed_are_no_two_seeds_whatever_they_are_called(tmp_path, capsys):
+    for seed in (0, 1):
+        write_run(tmp_path / f"a-seed{seed}", lambda _: 4.0)  # mode.seed is 0 in both
+        write_run(tmp_path / f"b-seed{seed}", lambda _: 3.9, mode__seed=seed, mode__experts__num_shared=1)
+    found = figures(capsys, tmp_path, "--baseline", "b")
+    assert {v["label"]: v["seeds"] for v in found["variants"]} == {"a-seed0": [0], "a-seed1": [0], "b": [0, 1]}
+    assert all("one seed of a-seed" in verdict["text"] for verdict in found["verdicts"])
+
+
+def test_an_unfinished_seed_is_in_no_final_mean_and_is_named(tmp_path, capsys):
+    for seed, steps in enumerate((100, 100, 40)):
+        write_run(tmp_path / f"a-seed{seed}", lambda flops, shift=seed: 9 - flops / 1e11 + shift, steps=steps,
+                  mode__seed=seed)  # fmt: skip
+    write_run(tmp_path / "b", lambda _: 8.0, mode__experts__num_shared=1)
+    found = figures(capsys, tmp_path)
+    a = found["variants"][0]
+    assert (a["final"]["n"], a["final"]["mean"], a["best"]["mean"]) == (2, 8.5, 8.5)
+    assert a["left_out"] == [str(tmp_path / "a-seed2")] and a["step_seconds"]["n"] == 3
+    assert found["matched"]["flops"]["points"][-1]["loss"]["a"]["n"] == 3
+    assert found["verdicts"][0]["remarks"][-1] == f"{tmp_path / 'a-seed2'} ends there"
+    compare.main([str(tmp_path)])
+    out = " ".join(capsys.readouterr().out.split())
+    assert f"{tmp_path / 'a-seed2'} is not finished" in out
+
+
+def test_a_run_without_a_place_on_an_axis_takes_no_number_from_the_others(tmp_path, capsys):
+    write_run(tmp_path / "a", lambda _: math.nan)
+    write_run(tmp_path / "b", lambda _: 4.0, mode__experts__num_shared=1)
+    write_run(tmp_path / "c", lambda _: 3.0, mode__experts__num_shared=2)
+    found = figures(capsys, tmp_path)
+    assert found["baseline"] == "b" and [verdict["variant"] for verdict in found["verdicts"]] == ["a", "c"]
+    losses = found["matched"]["flops"]["points"][-1]["loss"]
+    assert losses["a"] is None and (losses["b"]["mean"], losses["c"]["mean"]) == (4.0, 3.0)
+    assert found["matched"]["flops"]["problems"] == [f"{tmp_path / 'a'} has no finite evaluation"]
+    compare.main([str(tmp_path)])
+    notes = capsys.readouterr().out.split("\nnotes\n")[1].split("config differences")[0]
+    assert " ".join(notes.split()).count("has no finite evaluation") == 1, "on four axes, but said once"
+
+
+def test_half_a_run_among_runs_is_named(tmp_path, capsys):
+    write_run(tmp_path / "a", lambda _: 4.0)
+    half = write_run(tmp_path / "half", lambda _: 4.0)
+    (half / "config.json").unlink()
+    (tmp_path / "begun").mkdir()
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "a.log").write_text("no run")
+    warnings = figures(capsys, tmp_path)["warnings"]
+    assert len(warnings) == 2 and "begun" in warnings[0] and "is empty" in warnings[0]
+    assert "half" in warnings[1] and "it has no config.json" in warnings[1]
+
+
+def test_the_ranking_says_who_is_not_through(tmp_path, capsys):
+    write_run(tmp_path / "done", lambda _: 4.0, flops=4 * 10**8)
+    write_run(tmp_path / "early", lambda _: 5.0, mode__experts__num_shared=1)
+    write_run(tmp_path / "late", lambda _: 4.5, flops=42 * 10**7, mode__experts__num_shared=2)
+    compare.main([str(tmp_path)])
+    out = " ".join(capsys.readouterr().out.split())
+    assert "done 4.0000, late 4.5000, early 5.0000 (through 40% of its steps)" in out

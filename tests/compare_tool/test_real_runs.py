@@ -76,4 +76,4 @@ def test_a_real_run_reads_the_same_from_its_event_files(real, tmp_path, capsys):
     assert events["final"] == pytest.approx(whole["final"], rel=1e-6)
     assert (events["step"], events["tokens"]) == (whole["step"], whole["tokens"])
     assert events["flops"] is None and "FLOPs left out" in events["notes"][1], "a tiny run has less than 100 GFLOPs"
-    assert "did not record its training FLOPs" in found["matched"]["flops"]["problem"]
+    assert "did not record its training FLOPs" in found["matched"]["flops"]["problems"][0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import statistics
 from pathlib import Path
 
@@ -97,5 +98,44 @@ def test_seeds_are_averaged_and_causal_losses_count(tmp_path, capsys, configs):
         assert point["loss"]["std"] == pytest.approx(statistics.stdev(losses))
         gain = closed_form.TOP_K_GAIN if point["config"] == "mod" else 0.0
         assert point["measured_final_top_k"]["mean"] == pytest.approx(point["loss"]["mean"] - gain)
+    assert not found["warnings"]
     planned = run_tool(sweep, capsys, *arguments, "--flops", "2e9", "--plan")
     assert {member["state"] for member in planned["members"]} == {"not started"}  # another budget, another directory
+
+
+def test_the_best_variation_is_found_by_the_seeds_that_all_have(tmp_path, capsys, configs):
+    """Seeds 1 and 2 add 0.01 and 0.02. The smaller capacity is better, but lost its best seed."""
+    output = tmp_path / "out"
+    arguments = [
+        "--config",
+        configs[1],
+        "--output",
+        output,
+        "--vary",
+        "mode.depth.predictor.width=8,16",
+        "--flops",
+        "1e9",
+    ]
+    run_tool(sweep, capsys, *arguments, "--command", STAND_IN, "--seeds", 0, 1, 2)
+    small, large = (closed_form.loss_of(load_run_config(output / f"mod-width={width}-1e09-seed0" / "config.json").mode)
+                    for width in (8, 16))  # fmt: skip
+    better, worse, gap = ("8", "16", large - small) if small < large else ("16", "8", small - large)
+    shutil.rmtree(output / f"mod-width={better}-1e09-seed0")
+    assert sweep.main([*map(str, arguments), "--seeds", "0", "1", "2", "--report"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert f"best of 2 variations of mod: mod width={better}, {min(small, large) + 0.015:.4f}" in out
+    assert f"(seeds 1, 2), {gap:.4f} ahead of mod width={worse}; within the seeds' spread" in out
+    assert (
+        f"not all of the seeds 0, 1, 2 are finished, or meant to be, everywhere: mod width={better} 1e09 (1, 2)" in out
+    )
+
+
+def test_a_sweep_without_a_budget_warns_of_unequal_flops(tmp_path, capsys, configs):
+    arguments = ["--config", *configs, "--output", tmp_path / "out", "--plan"]
+    dense, mod = run_tool(sweep, capsys, *arguments)["members"]
+    assert dense["plan"]["flops"] > 1.05 * mod["plan"]["flops"]
+    sweep.main([*map(str, arguments)])
+    error = capsys.readouterr().err
+    assert f"from {mod['plan']['flops']:.3e} (mod-seed0) to {dense['plan']['flops']:.3e} (dense-seed0)" in error
+    sweep.main([*map(str, arguments), "--flops", "1e9"])
+    assert "differ in training FLOPs" not in capsys.readouterr().err

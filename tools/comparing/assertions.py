@@ -62,7 +62,7 @@ def _gap(a: float, b: float, single: bool) -> float:
 
 
 def better(first: Variant, second: Variant, by: float, axis: str) -> Figures:
-    """That the mean counted loss of `first` is at least the share `by` below that of `second`."""
+    """That the mean counted loss of `first` is below that of `second`, by at least the share `by`."""
     runs = [*first.runs, *second.runs]
     if first is second:
         raise RunError(first.runs[0].directory, f"is of {first.label}, and so is the other: name two variants")
@@ -79,12 +79,12 @@ def better(first: Variant, second: Variant, by: float, axis: str) -> Figures:
     judged = verdict(first, second, axis, common)
     mine, other = judged["loss"]["mean"], judged["baseline_loss"]["mean"]
     gain = (other - mine) / other
-    holds = mine <= other * (1 - by)
+    holds = mine < other and mine <= other * (1 - by)
     where = "equal to" if gain == 0 else f"{abs(gain):.3%} {'below' if gain > 0 else 'above'}"
     compared = (
         f"{first.label} is {where} {second.label} at equal "
         f"{AXIS_NAMES[axis]} ({place(axis, found.high)}): {mine:.6f} and {other:.6f} {common.unit}; "
-        f"asked for: at least {by:.3%} below"
+        f"asked for: {f'at least {by:.3%} ' if by else ''}below"
     )
     text = "; ".join([compared, *judged["remarks"]])
     return {"assert": "better", "holds": holds, "gain": gain, "by": by, "at": found.high, "text": text}

@@ -27,13 +27,17 @@ class Comparability:
         return 1 / (math.log(2) * run.bytes_per_token)
 
 
+def lacks_causal(run: Run) -> bool:
+    return run.config.depth is not None and not run.has(CAUSAL)
+
+
 def judge(runs: Sequence[Run]) -> Comparability:
     text, tokens, rows = (_difference(runs, facts) for facts in (_text(runs), _tokens(runs), _rows))
     warnings = [
         f"{run.directory} is depth-routed and has no {CAUSAL}: shown is its top-k loss, which sees the future; "
         "tools/evaluate.py computes the causal one from a checkpoint"
         for run in runs
-        if run.config.depth is not None and not run.has(CAUSAL)
+        if lacks_causal(run)
     ]
     unit, problem = NATS, None
     if text is not None:

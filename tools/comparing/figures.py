@@ -63,14 +63,17 @@ def _run(run: Run, label: str, common: Comparability) -> Figures:
     }
 
 
-AVERAGED = (
-    *("final", "best", "final_top_k", "final_causal", "final_train", "flops_per_token", "tokens_per_second"),
-    *("step_seconds", "peak_memory_bytes", "no_op_share", "dropped_share", "kept_share", "kept_share_causal"),
+LOSSES = ("final", "best", "final_top_k", "final_causal", "final_train")
+COSTS = (
+    *("flops_per_token", "tokens_per_second", "step_seconds", "peak_memory_bytes"),
+    *("no_op_share", "dropped_share", "kept_share", "kept_share_causal"),
 )
 
 
 def variant_figures(variant: Variant, common: Comparability) -> Figures:
+    """Where only some seeds are finished, their last and best losses are those of the variant."""
     runs = [_run(run, variant.label, common) for run in variant.runs]
+    finished = [run for run in runs if run["finished"]] or runs
     config = variant.runs[0].config
     active = accounting.active_parameters(config, accounting.expected_counts(config, rows=1))
     return {
@@ -79,7 +82,9 @@ def variant_figures(variant: Variant, common: Comparability) -> Figures:
         "seeds": [run["seed"] for run in runs],
         "parameters": accounting.num_parameters(config),
         "active_parameters": round(sum(active.values())),
-        **{name: spread([run[name] for run in runs]) for name in AVERAGED},
+        **{name: spread([run[name] for run in finished]) for name in LOSSES},
+        **{name: spread([run[name] for run in runs]) for name in COSTS},
+        "left_out": [run["directory"] for run in runs if run not in finished],
     }
 
 

@@ -6,11 +6,12 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from comparing.comparable import Comparability, judge
+from comparing.comparable import Comparability, judge, lacks_causal
 from mode.runs import Run, Variant
 
 Figures = dict[str, Any]
@@ -56,17 +57,24 @@ class Overlap:
 
     low: float
     high: float
+    shortest: Path | None = None  # the run that ends before others
     problem: str | None = None  # why there is none
+
+
+def lack(run: Run, axis: str) -> str | None:
+    """Why a run has no place on an axis."""
+    if run.counted.span(axis) is not None:
+        return None
+    missing = f"did not record its {AXIS_NAMES[axis]}" if len(run.counted.loss) else "has no finite evaluation"
+    return f"{run.directory} {missing}"
 
 
 def overlap(runs: Sequence[Run], axis: str) -> Overlap:
     spans = []
     for run in runs:
-        curve = run.counted
-        span = curve.span(axis)
+        span = run.counted.span(axis)
         if span is None:
-            lack = f"did not record its {AXIS_NAMES[axis]}" if len(curve.loss) else "has no finite evaluation"
-            return Overlap(math.nan, math.nan, f"{run.directory} {lack}")
+            return Overlap(math.nan, math.nan, problem=lack(run, axis))
         spans.append((span, run.directory))
     (low, _), latest = max(spans, key=lambda item: item[0][0])
     (_, high), shortest = min(spans, key=lambda item: item[0][1])
@@ -75,8 +83,8 @@ def overlap(runs: Sequence[Run], axis: str) -> Overlap:
             f"no overlap in {AXIS_NAMES[axis]}: {latest} is first evaluated at {place(axis, low)}, after the last "
             f"evaluation of {shortest} at {place(axis, high)}"
         )
-        return Overlap(math.nan, math.nan, problem)
-    return Overlap(low, high)
+        return Overlap(math.nan, math.nan, problem=problem)
+    return Overlap(low, high, shortest if any(span[1] > high for span, _ in spans) else None)
 
 
 def losses_at(variant: Variant, axis: str, x: float, common: Comparability) -> Figures | None:
@@ -84,16 +92,28 @@ def losses_at(variant: Variant, axis: str, x: float, common: Comparability) -> F
 
 
 def matched(variants: Sequence[Variant], axis: str, num_points: int, common: Comparability) -> Figures:
-    """The counted losses of all variants at `num_points` places, the last being the end of the shortest run."""
-    found = overlap([run for variant in variants for run in variant.runs], axis)
+    """The counted losses at `num_points` places, the last being the end of the shortest run.
+
+    A variant with a run that has no place on the axis is left out; the others are compared all the same.
+    """
+    lacking = {variant.label: [text for run in variant.runs if (text := lack(run, axis))] for variant in variants}
+    problems = [text for texts in lacking.values() for text in texts]
+    present = [variant for variant in variants if not lacking[variant.label]]
+    if not present:
+        return {"problems": problems, "points": []}
+    found = overlap([run for variant in present for run in variant.runs], axis)
     if found.problem is not None:
-        return {"problem": found.problem, "points": []}
+        return {"problems": [*problems, found.problem], "points": []}
     shares = [(index + 1) / num_points for index in range(num_points - 1)]
     places = [found.low + share * (found.high - found.low) for share in shares] if found.low < found.high else []
     return {
-        "problem": None,
+        "problems": problems,
         "points": [
-            {"at": x, "loss": {variant.label: losses_at(variant, axis, x, common) for variant in variants}}
+            {
+                "at": x,
+                "loss": {variant.label: losses_at(variant, axis, x, common) for variant in variants},
+                "through": {variant.label: through(variant, axis, x) for variant in present},
+            }
             for x in [*places, found.high]
         ],
     }
@@ -110,17 +130,23 @@ def verdict(variant: Variant, baseline: Variant, axis: str, common: Comparabilit
     assert mine is not None and other is not None
     difference = mine["mean"] - other["mean"]
     percent = 100 * difference / other["mean"]
-    outside, about_seeds = _beside_the_seeds(difference, {variant.label: mine, baseline.label: other})
+    outside, about_seeds = beside_the_seeds(difference, {variant.label: mine, baseline.label: other})
     word = "equal in these digits" if abs(difference) < 5e-5 else "better" if difference < 0 else "worse"
     text = (
         f"{variant.label} against {baseline.label} at equal {AXIS_NAMES[axis]} ({place(axis, x)}): {mine['mean']:.4f} "
         f"against {other['mean']:.4f} {common.unit}, {difference:+.4f} ({percent:+.2f} %), {word}"
     )
     remarks = [about_seeds]
-    remarks += [
+    early = [
         f"{item.label} is only through {share:.0%} of its steps there"
         for item in (variant, baseline)
-        if (share := _through(item, axis, x)) is not None and share < NEARLY_THROUGH
+        if (share := through(item, axis, x)) is not None and share < NEARLY_THROUGH
+    ]
+    remarks += [*early, f"{found.shortest} ends there"] if early and found.shortest else early
+    remarks += [
+        f"{run.directory} counts by its top-k loss, which sees the future"
+        for run in (*variant.runs, *baseline.runs)
+        if lacks_causal(run)
     ]
     remarks += [
         f"{run.directory} is not finite from step {step} on"
@@ -142,7 +168,7 @@ def verdict(variant: Variant, baseline: Variant, axis: str, common: Comparabilit
     }
 
 
-def _beside_the_seeds(difference: float, losses: dict[str, Figures]) -> tuple[bool | None, str]:
+def beside_the_seeds(difference: float, losses: dict[str, Figures]) -> tuple[bool | None, str]:
     """Whether a difference lies outside the spread of the seeds, and how that was found."""
     single = [label for label, loss in losses.items() if loss["n"] < 2]
     if single:
@@ -158,7 +184,7 @@ def _beside_the_seeds(difference: float, losses: dict[str, Figures]) -> tuple[bo
     )
 
 
-def _through(variant: Variant, axis: str, x: float) -> float | None:
+def through(variant: Variant, axis: str, x: float) -> float | None:
     """The share of its planned steps that the variant's least advanced run has done at `x`."""
     shares = []
     for run in variant.runs:

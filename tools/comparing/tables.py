@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from comparing.matching import AXIS_NAMES, Figures
+from comparing.matching import AXIS_NAMES, NEARLY_THROUGH, Figures
 
 GIB = 2**30
 WIDTH = 120  # of prose on the terminal
@@ -104,7 +104,7 @@ def _costs(figures: Figures) -> Table:
                 *(_mean(variant[name], ".1%") for name in shares),
             ]
         )
-    header = ["variant", "parameters", "active", "FLOPs/token", "tokens/s", "step ms", "memory GiB"]
+    header = ["variant", "parameters", "active", "training FLOPs/token", "tokens/s", "step ms", "memory GiB"]
     header += ["no-op", "dropped", "kept", "kept causal"]
     about = (
         "step ms: median; tokens/s: of the whole training time; memory: peak of the fullest rank; no-op and dropped "
@@ -147,7 +147,12 @@ def render(figures: Figures, markdown: bool) -> str:
     parts = [f"**WARNING**: {text}" if markdown else wrap(f"WARNING: {text}") for text in figures["warnings"]]
     parts += [table.markdown() if markdown else table.text() for table in tables(figures)]
     notes = [f"{run['directory']}: {note}" for run in figures["runs"] for note in run["notes"]]
-    notes += [matched["problem"] for matched in figures["matched"].values() if matched["problem"] is not None]
+    notes += [
+        f"{folder} is not finished: its losses are in no mean but those at equal {', '.join(_SHORT.values())}"
+        for variant in figures["variants"]
+        for folder in variant["left_out"]
+    ]
+    notes += dict.fromkeys(text for matched in figures["matched"].values() for text in matched["problems"])
     sections = {"notes": notes, "config differences": _differences(figures), "verdict": _verdicts(figures)}
     sections["assertions"] = [
         f"assert_{item['assert']} {'holds' if item['holds'] else 'FAILS'}: {item['text']}"
@@ -165,9 +170,17 @@ def _verdicts(figures: Figures) -> list[str]:
     points = figures["matched"][figures["axis"]]["points"]
     if len(lines) > 1 and points:
         losses = {label: loss["mean"] for label, loss in points[-1]["loss"].items() if loss is not None}
-        order = ", ".join(f"{label} {loss:.4f}" for label, loss in sorted(losses.items(), key=lambda item: item[1]))
+        shares = points[-1]["through"]
+        order = ", ".join(
+            f"{label} {loss:.4f}{_still_early(shares[label])}"
+            for label, loss in sorted(losses.items(), key=lambda item: item[1])
+        )
         lines.append(f"from best to worst where all have the same {AXIS_NAMES[figures['axis']]}: {order}")
     return lines
+
+
+def _still_early(share: float | None) -> str:
+    return "" if share is None or share >= NEARLY_THROUGH else f" (through {share:.0%} of its steps)"
 
 
 def _differences(figures: Figures) -> list[str]:

@@ -10,6 +10,7 @@ from comparing.plot import COLOURS, MARKERS, STYLES
 
 from experiments.results import Results
 
+MOST_TICKS = 8
 UNITS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K"), (1.0, ""))
 
 
@@ -38,9 +39,18 @@ def logarithmic(panel: Any, values: Sequence[float]) -> None:
     else:
         margin = (high / low) ** 0.06
         panel.set_xlim(low / margin, high * margin)
-        ticks = np.geomspace(low, high, 5)
+        ticks = np.array(_apart(values, least=(high / low) ** (1 / MOST_TICKS)))
     panel.set_xticks(ticks, [show_number(tick) for tick in ticks])
     panel.minorticks_off()
+
+
+def _apart(values: Sequence[float], least: float) -> list[float]:
+    """The values themselves, without those within the factor `least` of one before."""
+    kept: list[float] = []
+    for value in sorted(values):
+        if not kept or value >= kept[-1] * least:
+            kept.append(value)
+    return kept
 
 
 def finish(figure: Any, panels: Sequence[Any], results: Results) -> None:

@@ -22,6 +22,8 @@ from mode.config import RUN_LENGTHS
 from mode.config_file import RunConfig, override, read_json, run_config_from_dict
 from mode.section import ConfigError, show
 
+NEARLY_EQUAL = 0.05  # training FLOPs that differ by less are called equal
+
 
 @dataclass(frozen=True)
 class Cost:
@@ -310,6 +312,18 @@ def missed_budgets(members: Sequence[Member], world_size: int) -> list[str]:
     places = {member.point: member for member in reversed(members)}
     missed = [(member.name, missed_budget(member.run, world_size)) for member in reversed(places.values())]
     return [f"{name}: {text}" for name, text in missed if text is not None]
+
+
+def unequal_flops(members: Sequence[Member]) -> list[str]:
+    """A warning where members without a budget are not trained with about the same FLOPs."""
+    by_cost = sorted((member for member in members if member.budget is None), key=lambda member: member.cost.flops)
+    if not by_cost or by_cost[-1].cost.flops <= by_cost[0].cost.flops * (1 + NEARLY_EQUAL):
+        return []
+    cheapest, dearest = by_cost[0], by_cost[-1]
+    return [
+        f"the members differ in training FLOPs, from {cheapest.cost.flops:.3e} ({cheapest.name}) to "
+        f"{dearest.cost.flops:.3e} ({dearest.name}): their losses are not at equal compute; --flops gives all the same"
+    ]
 
 
 # ---------------------------------------------------------------------------------------------------

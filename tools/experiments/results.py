@@ -34,6 +34,11 @@ class Point:
         return self.member.cost
 
     @property
+    def name(self) -> str:
+        budget = self.member.budget
+        return " ".join(filter(None, [self.member.label, self.member.size, budget and show_budget(budget)]))
+
+    @property
     def mean(self) -> float:
         return statistics.fmean(self.losses)
 
@@ -89,6 +94,7 @@ def gather(outcomes: Sequence[Outcome]) -> Results:
         places.setdefault(member.point, []).append((member, run))
     points = [_point(pairs, common) for pairs in places.values()]
     warnings = [*common.warnings, *filter(None, (_far_from_budget(member, run) for member, run in done))]
+    warnings += _other_seeds(points)
     return Results(list(outcomes), points, common, warnings)
 
 
@@ -97,6 +103,16 @@ def _point(pairs: Sequence[tuple[Member, Run]], common: Comparability) -> Point:
     losses = tuple(float(run.counted.loss[-1]) * common.scale(run) for run in runs)
     figures = variant_figures(Variant(member.label, runs), common)
     return Point(member, tuple(run.seed for run in runs), losses, figures)
+
+
+def _other_seeds(points: Sequence[Point]) -> list[str]:
+    """Means over different seeds are not quite comparable."""
+    everybody = sorted({seed for point in points for seed in point.seeds})
+    short = [point for point in points if len(point.seeds) < len(everybody)]
+    if not short:
+        return []
+    which = ", ".join(f"{point.name} ({', '.join(map(str, point.seeds))})" for point in short)
+    return [f"not all of the seeds {', '.join(map(str, everybody))} are finished, or meant to be, everywhere: {which}"]
 
 
 def _far_from_budget(member: Member, run: Run) -> str | None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 from mode.tooling import positive_integer, whole_number
 
@@ -119,7 +120,7 @@ def conduct(
 def _outcomes(
     options: argparse.Namespace, plan: Callable[[argparse.Namespace], list[Member]]
 ) -> tuple[list[Outcome], bool]:
-    from experiments.members import missed_budgets
+    from experiments.members import missed_budgets, unequal_flops
     from experiments.running import Runner, check_unchanged, look, parse_command
     from mode.section import ConfigError
 
@@ -135,7 +136,7 @@ def _outcomes(
     for member in members:
         check_unchanged(member, output)
     if not options.report:
-        for warning in missed_budgets(members, options.world_size):
+        for warning in (*missed_budgets(members, options.world_size), *unequal_flops(members)):
             print(f"warning: {warning}", file=sys.stderr)
     if options.plan or options.report:
         return [look(member, output) for member in members], False
@@ -185,5 +186,5 @@ def render(results: Results, found: Report, picture: str | None, markdown: bool)
             heading = f"### {title.capitalize()}\n\n" if markdown else f"{title}\n"
             parts.append(heading + "\n".join(f"- {line}" if markdown else wrap(line) for line in lines))
     if picture is not None:
-        parts.append(f"![{Path(picture).stem}]({picture})" if markdown else f"picture: {picture}")
+        parts.append(f"![{Path(picture).stem}]({quote(picture)})" if markdown else f"picture: {picture}")
     return "\n\n".join(parts)
