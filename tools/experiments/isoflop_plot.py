@@ -49,7 +49,7 @@ def draw_isoflop(found: Sequence[Curve], axis: str, baseline: str, results: Resu
     if any(curve.optimum is not None for curve in found):
         star: dict[str, Any] = {"color": "0.4", "marker": "*", "markersize": 14, "linestyle": "none"}
         handles.append(Line2D([], [], **star, label="optimum of the fitted parabola"))
-    if any(_fitted(curve) is None for curve in found):
+    if any(_fitted(curve) is None and len(curve.points) > 1 for curve in found):
         joined: dict[str, Any] = {"color": "0.4", "linewidth": 0.9}
         handles.append(Line2D([], [], **joined, label="thin: sizes joined, no parabola with a lowest point"))
     figure.legend(handles=handles, loc="outside lower center", ncols=min(4, len(handles)), frameon=False, fontsize=11)

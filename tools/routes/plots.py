@@ -203,8 +203,10 @@ def expert_load(experts: dict[str, Any], title: str) -> Figure:
     for place, block in enumerate(blocks.values()):
         shown = "-" if block["imbalance"] is None else f"{block['imbalance']:.2f}"
         right.text(1.22, place, shown, ha="center", va="center", fontsize=9)
-    right.set(xlim=(0, 1.4), xlabel="share of the choices", title="Choices of each block, and its load imbalance")
-    right.set_xticks([0, 0.25, 0.5, 0.75, 1, 1.22], ["0%", "25%", "50%", "75%", "100%", "max/mean"])
+    right.annotate("max/mean", (1.22, 1), xycoords=("data", "axes fraction"), ha="center", va="bottom", fontsize=9)
+    right.set(xlim=(0, 1.4), xlabel="share of the choices")
+    right.set_title("Choices of each block, and its load imbalance", pad=18)
+    right.set_xticks([0, 0.25, 0.5, 0.75, 1], ["0%", "25%", "50%", "75%", "100%"])
     right.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside lower right", ncols=3, frameon=False)
     return figure

@@ -87,8 +87,8 @@ def draw(config: ModeConfig, report: dict[str, Any], shown: Survey, run: Path | 
         held = config.depth is not None and config.depth.aux_loss is not None
         drawn["router_weights"] = (
             plots.router_weights(report["depth"], f"Router weights of all routed blocks{by}"),
-            "Router weights, and the share of them above 0.5 beside the tokens kept. depth.aux_loss, which holds that "
-            f"share at the capacity, is {'set' if held else 'not set here'}.",
+            "Router weights, and the share of them above 0.5 beside the tokens kept. depth.aux_loss, which pulls that "
+            f"share toward the capacity, is {'set' if held else 'not set here'}.",
         )
     trained = None if run is None else predictor_accuracy(run)
     if trained is not None:
