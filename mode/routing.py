@@ -60,6 +60,10 @@ class ExpertRouting:
     def num_processed(self) -> Tensor:
         return self.processed_TK.sum()
 
+    def sum_of_gates(self) -> Tensor:
+        """Of the processed choices. Near 0 each, the experts work for nothing."""
+        return (self.gates_TK.detach().double() * self.processed_TK).sum()
+
     def num_no_op(self) -> Tensor:
         return (self.choices_TK >= self.num_experts).sum()
 

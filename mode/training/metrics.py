@@ -18,7 +18,7 @@ from mode.config import ModeConfig
 from mode.routing import BlockRouting
 
 # The columns of a block's sums; the choices of each expert column follow.
-TOKENS, KEPT, PREDICTED_RIGHT, ABOVE_HALF, PROCESSED, NO_OP, DROPPED, CHOICES = range(8)
+TOKENS, KEPT, PREDICTED_RIGHT, ABOVE_HALF, PROCESSED, NO_OP, DROPPED, GATES, CHOICES = range(9)
 
 
 @torch.no_grad()
@@ -42,6 +42,7 @@ def routing_sums(config: ModeConfig, routing: Sequence[BlockRouting]) -> Tensor:
                 experts.num_no_op(),
                 experts.num_dropped(),
             )
+            row[GATES] = experts.sum_of_gates()
             row[CHOICES:] = experts.choice_counts_J()
         rows.append(row)
     return torch.stack(rows)
@@ -72,7 +73,7 @@ def depth_figures(config: ModeConfig, row: Sequence[float]) -> dict[str, float]:
 
 
 def expert_figures(config: ModeConfig, row: Sequence[float]) -> dict[str, float]:
-    """Shares of all choices, and how evenly the real choices fall on the real experts."""
+    """Shares of all choices, what experts' outputs are multiplied by, and how evenly choices fall on real experts."""
     assert config.experts is not None
     total = max(row[PROCESSED] + row[NO_OP] + row[DROPPED], 1.0)
     loads = [float(count) for count in row[CHOICES : CHOICES + config.experts.num_experts]]
@@ -81,6 +82,7 @@ def expert_figures(config: ModeConfig, row: Sequence[float]) -> dict[str, float]
     return {
         "no_op_share": row[NO_OP] / total,
         "dropped_share": row[DROPPED] / total,
+        "mean_gate": row[GATES] / max(row[PROCESSED], 1.0),  # of the choices that experts processed
         "max_violation": max(loads) / mean - 1 if mean else 0.0,
         "dead_experts": float(sum(load == 0 for load in loads)),
         "load_entropy": entropy / math.log(len(loads)) if len(loads) > 1 else 1.0,  # 1: perfectly even

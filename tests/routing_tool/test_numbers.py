@@ -56,6 +56,7 @@ class Loops:
     # Of the shown method alone:
     above: list[int] = field(default_factory=lambda: [0] * LAYERS)
     choices: list[list[int]] = field(default_factory=lambda: [[0] * (EXPERTS + 1) for _ in range(LAYERS)])
+    gates: list[float] = field(default_factory=lambda: [0.0] * LAYERS)  # of the choices of real experts
     flops: int = 0
     blocks: list[int] = field(default_factory=list)  # routed blocks that each token enters
     real: list[int] = field(default_factory=list)  # choices of real experts of each token
@@ -69,8 +70,12 @@ class Loops:
             self.kept[name][layer] += len(positions)
             for slot, position in enumerate(positions):
                 entered[layer][position] = 1
-                for choice in record.experts.choices_TK[slot].tolist():
+                chosen = zip(
+                    record.experts.choices_TK[slot].tolist(), record.experts.gates_TK[slot].tolist(), strict=True
+                )
+                for choice, gate in chosen:
                     real[position] += choice < EXPERTS
+                    self.gates[layer] += gate * (choice < EXPERTS) * shown
                     self.choices[layer][choice] += shown
             if record.depth is not None and shown:
                 self.above[layer] += sum(1 / (1 + math.exp(-r)) > 0.5 for r in record.depth.logits_BL[0].tolist())
@@ -133,6 +138,7 @@ def test_expert_figures_are_those_of_plain_loops(found, loops, shown):
         block, load = found["experts"]["blocks"][str(layer)], choices[:EXPERTS]
         assert block["choices"] == choices and sum(choices) == 2 * loops.kept[shown][layer]
         assert block["no_op_share"] == pytest.approx(choices[EXPERTS] / sum(choices))
+        assert block["mean_gate"] == pytest.approx(loops.gates[layer] / sum(load))
         assert block["imbalance"] == pytest.approx(max(load) / (sum(load) / EXPERTS))
 
 

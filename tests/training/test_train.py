@@ -103,6 +103,7 @@ def test_tensorboard_holds_losses_routing_histograms_image_text_and_hparams(fini
         *("optim/lr", "optim/grad_norm", "perf/tokens_per_second"),
         *("depth/kept_fraction", "depth/predictor_accuracy", "depth/router_above_half", "depth/kept_fraction/block_1"),
         *("experts/no_op_share", "experts/dropped_share", "experts/max_violation", "experts/dead_experts"),
+        *("experts/mean_gate", "experts/mean_gate/block_0"),
         *("experts/load_entropy", "experts/load_entropy/block_0"),
     ):
         assert tag in tags["scalars"], tag

@@ -83,6 +83,7 @@ def expert_figures(config: ModeConfig, found: Survey) -> dict[str, Any] | None:
         blocks[str(layer)] = {
             "choices": choices_J.tolist(),
             "no_op_share": (total - real) / max(total, 1),
+            "mean_gate": float(found.gates_X[layer] / real) if real else None,
             "imbalance": float(load_E.max() / load_E.mean()) if real else None,  # 1: perfectly even
         }
     return {

@@ -35,6 +35,7 @@ class Survey:
     no_ops_NXL: Grid  # choices of the token that were no-ops
     logits: dict[int, NDArray[np.float32]]  # [N, L] by layer: the depth router's, of the routed blocks
     choices_XJ: Grid  # how often each expert column was chosen; J is 0 where there are no experts
+    gates_X: NDArray[np.float64]  # summed over the choices that real experts processed
 
 
 @torch.no_grad()
@@ -56,6 +57,7 @@ def survey(
         **{name: np.concatenate([getattr(part, name) for part in parts]) for name in BY_SEQUENCE},
         logits={layer: np.concatenate([part.logits[layer] for part in parts]) for layer in parts[0].logits},
         choices_XJ=np.sum([part.choices_XJ for part in parts], axis=0),
+        gates_X=np.sum([part.gates_X for part in parts], axis=0),
     )
 
 
@@ -64,7 +66,7 @@ BY_SEQUENCE = ("ids_NL", "entropy_NL", "losses_NL", "kept_NXL", "processed_NXL",
 
 def _read(batch: Batch, logits_BLV: Tensor, routing: tuple[BlockRouting, ...]) -> Survey:
     num_rows, length = int(batch.weights.sum()), batch.input_ids.shape[1]  # fillers stand at the end
-    kept, processed, no_ops, choice_counts = [], [], [], []
+    kept, processed, no_ops, choice_counts, gates = [], [], [], [], []
     for record in routing:
         tokens_T = record.placement.flatten(torch.ones_like(record.placement.positions_BS))
         kept.append(on_grid(record, tokens_T, length)[:num_rows])
@@ -76,7 +78,9 @@ def _read(batch: Batch, logits_BLV: Tensor, routing: tuple[BlockRouting, ...]) -
         processed.append(on_grid(record, processed_T, length)[:num_rows])
         no_ops.append(on_grid(record, no_ops_T, length)[:num_rows])
         if experts is not None:
-            choice_counts.append(_of_rows(record, experts, num_rows).choice_counts_J())
+            of_rows = _of_rows(record, experts, num_rows)
+            choice_counts.append(of_rows.choice_counts_J())
+            gates.append(float(of_rows.sum_of_gates()))
     losses_NL, entropy_NL = _surprise(logits_BLV[:num_rows], batch.input_ids[:num_rows].to(logits_BLV.device))
     none = torch.zeros(len(routing), 0, dtype=torch.int64)
     return Survey(
@@ -92,6 +96,7 @@ def _read(batch: Batch, logits_BLV: Tensor, routing: tuple[BlockRouting, ...]) -
             if record.depth is not None
         },
         (torch.stack(choice_counts) if choice_counts else none).cpu().numpy(),
+        np.array(gates),
     )
 
 

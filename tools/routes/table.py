@@ -60,12 +60,13 @@ def render(report: dict[str, Any]) -> str:
         ]
         parts.append(_columns(header, cells))
     if experts is not None:
-        header = ["block", "real choices", "no-op choices", "load imbalance (max/mean)"]
+        header = ["block", "real choices", "no-op choices", "mean gate", "load imbalance (max/mean)"]
         cells = [
             [
                 layer,
                 f"{1 - block['no_op_share']:.1%}",
                 f"{block['no_op_share']:.1%}",
+                "-" if block["mean_gate"] is None else f"{block['mean_gate']:.3f}",
                 "-" if block["imbalance"] is None else f"{block['imbalance']:.2f}",
             ]
             for layer, block in experts["blocks"].items()
