@@ -5,7 +5,9 @@
 
 Top-k routing looks at the whole sequence, as in training, so its loss may profit from the future. Causal routing lets
 each token decide for itself, by the predictor or by the router's own logit: that is what sampling does, and the loss
-to compare with other models. The validation text is that of the model's configuration, prepared again if need be.
+to compare with other models. The loss by position tells what the tokens before are worth: where it stops falling, the
+model makes nothing of what lies further back. The validation text is that of the model's configuration, prepared again
+if need be.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import argparse
 import math
 import sys
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 
@@ -78,6 +81,13 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         "bits_per_byte": {
             name: result.loss / math.log(2) / data.validation.bytes_per_token for name, result in found.items()
         },
+        "loss_by_position": {
+            name: [
+                {"first": first, "last": last, "loss": fmean(result.by_position[first - 1 : last])}
+                for first, last in position_ranges(config.model.sequence_length)
+            ]
+            for name, result in found.items()
+        },
         "sampling_by": methods[0] if config.depth is not None else None,
         "target_kept": target,
         "blocks": {
@@ -91,6 +101,12 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def position_ranges(length: int) -> list[tuple[int, int]]:
+    """(first, last) of ranges of predicted positions, each as long as all before it. Position 0 is not predicted."""
+    starts = [1, *(2**power for power in range(3, length.bit_length()) if 2**power < length)]
+    return list(zip(starts, [*(start - 1 for start in starts[1:]), length - 1], strict=True))
+
+
 NAMES = {"top_k": "top-k", "predictor": "predictor", "router": "router logit"}
 
 
@@ -102,11 +118,15 @@ def render(figures: dict[str, Any]) -> str:
         ("model", figures["model"]),
         ("text", f"{figures['sequences']} held-out sequences of {figures['sequence_length']} tokens"),
     ]
+    places = figures["loss_by_position"][figures["sampling_by"] or "top_k"]
+    by_position = ", ".join(f"{place['first']}-{place['last']} {place['loss']:.3f}" for place in places)
     if not figures["blocks"]:
-        return table([*rows, ("loss", f"{losses['top_k']:.4f}  ({bits['top_k']:.4f} bits per byte)")])
+        loss = f"{losses['top_k']:.4f}  ({bits['top_k']:.4f} bits per byte)"
+        return table([*rows, ("loss", loss), ("loss by position", by_position)])
     for name, loss in losses.items():
         note = ", sees the future" if name == "top_k" else ", used in sampling" * (name == figures["sampling_by"])
         rows.append((f"loss, {NAMES[name]}", f"{loss:.4f}  ({bits[name]:.4f} bits per byte{note})"))
+    rows.append((f"by position, {NAMES[figures['sampling_by']]}", by_position))
     header = ["block", "target", *(f"kept, {NAMES[name]}" for name in losses), "predictor right", "router right"]
     lines = ["  ".join(header)]
     for layer, block in figures["blocks"].items():

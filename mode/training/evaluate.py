@@ -32,6 +32,7 @@ class DepthShares:
 @dataclass(frozen=True)
 class Evaluation:
     loss: float  # nats per token over the evaluated rows
+    by_position: list[float]  # of predicting a row's second token, third, ...: what the tokens before are worth
     depth: dict[int, DepthShares]  # by layer, of the routed blocks
     routing: tuple[BlockRouting, ...]  # of this rank's first batch, for pictures
 
@@ -55,7 +56,8 @@ def evaluate(
     """
     alone = not distributed.is_initialized()
     engine.eval()
-    totals = torch.zeros(2, dtype=torch.float64, device=device)
+    losses: Tensor | float = 0.0
+    weight = torch.zeros((), dtype=torch.float64, device=device)
     shares: Tensor | float = 0.0
     routing: tuple[BlockRouting, ...] = ()
     rows = spread_rows(split.rows, num_rows)
@@ -68,14 +70,15 @@ def evaluate(
     ):
         progress()
         out = engine(**model_inputs(batch, device), causal=causal)
-        losses_B = row_losses(out.logits, batch.input_ids.to(device))
         weights_B = batch.weights.to(device)
-        totals += torch.stack([(losses_B * weights_B).sum(dtype=torch.float64), weights_B.sum(dtype=torch.float64)])
+        losses = losses + weights_B.double() @ token_losses(out.logits, batch.input_ids.to(device)).double()
+        weight += weights_B.sum(dtype=torch.float64)
         shares = shares + depth_sums(out.routing, weights_B)
         routing = routing or out.routing
-    assert isinstance(shares, Tensor)
+    assert isinstance(shares, Tensor) and isinstance(losses, Tensor)
     if not alone:
-        distributed.all_reduce(totals)
+        distributed.all_reduce(losses)
+        distributed.all_reduce(weight)
         distributed.all_reduce(shares)
     engine.train()
     layers = [record.layer for record in routing if record.depth is not None]
@@ -84,7 +87,8 @@ def evaluate(
         layer: DepthShares(kept, predicted if layer in spoke else None, above)
         for layer, (kept, predicted, above) in zip(layers, (shares[:, 1:] / shares[:, :1]).tolist(), strict=True)
     }
-    return Evaluation((totals[0] / totals[1]).item(), depth, routing)
+    by_position = losses / weight
+    return Evaluation(by_position.mean().item(), by_position.tolist(), depth, routing)
 
 
 def depth_sums(routing: Sequence[BlockRouting], weights_B: Tensor) -> Tensor:
@@ -105,10 +109,10 @@ def depth_sums(routing: Sequence[BlockRouting], weights_B: Tensor) -> Tensor:
     return torch.stack(sums) if sums else weights_B.new_zeros(0, 4, dtype=torch.float64)
 
 
-def row_losses(logits_BLV: Tensor, ids_BL: Tensor) -> Tensor:
-    """Each row's mean loss over its L - 1 predictions."""
+def token_losses(logits_BLV: Tensor, ids_BL: Tensor) -> Tensor:
+    """[B, L - 1]: the loss of each prediction."""
     targets_BL = F.pad(ids_BL[:, 1:], (0, 1), value=-100)
     losses = F.cross_entropy(
         at_least_float32(logits_BLV).flatten(0, 1), targets_BL.flatten(), ignore_index=-100, reduction="none"
     )
-    return losses.view_as(targets_BL).sum(dim=1) / (ids_BL.shape[1] - 1)
+    return losses.view_as(targets_BL)[:, :-1]

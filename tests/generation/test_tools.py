@@ -13,13 +13,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.nn import functional as F
 
+from mode.data import spread_rows
 from mode.data.tokenizer import byte_tokenizer
 from mode.generation.cached import CachedDecoder
 from mode.generation.page import colour, ink
 from mode.generation.show import to_html, to_terminal, token_routes
 from mode.generation.text import TextStream
 from mode.model.transformer import ModeTransformer
+from mode.training.load import load_with_text
 from tests import launch
 from tests.helpers import make_config, spread_weights
 from tools import evaluate, export, generate
@@ -189,6 +192,10 @@ def test_evaluation_tells_all_three_losses_and_agrees_with_the_run(world, capsys
         found[name] = json.loads(capsys.readouterr().out)
     last = launch.metrics(world / "run")[-1]
     for figures in found.values():
+        for name, places in figures["loss_by_position"].items():
+            assert [(place["first"], place["last"]) for place in places] == [(1, 7), (8, 15), (16, 31)]
+            whole = sum(place["loss"] * (place["last"] - place["first"] + 1) for place in places) / 31
+            assert whole == pytest.approx(figures["loss"][name], rel=1e-12)
         assert figures["loss"].keys() == {"top_k", "predictor", "router"} and figures["sampling_by"] == "predictor"
         assert figures["loss"]["top_k"] == pytest.approx(last["loss/val"], rel=1e-6)
         assert figures["loss"]["predictor"] == pytest.approx(last["loss/val_causal"], rel=1e-6)
@@ -200,7 +207,20 @@ def test_evaluation_tells_all_three_losses_and_agrees_with_the_run(world, capsys
     shown = capsys.readouterr().out
     for words in ("loss, top-k", "loss, predictor", "loss, router logit", "kept, predictor", "predictor right"):
         assert words in shown
-    assert "2 held-out sequences of 32 tokens" in shown
+    assert "2 held-out sequences of 32 tokens" in shown and "by position, predictor" in shown
+
+
+def test_the_loss_by_position_is_that_of_the_token_at_the_position(world, capsys):
+    loaded, data = load_with_text(world / "out", None, device="cpu")
+    rows = torch.as_tensor(spread_rows(data.validation.rows, 3)).long()
+    with torch.no_grad():
+        logits = loaded.model.eval()(rows, causal="predictor").logits
+    losses = torch.stack([F.cross_entropy(logits[:, i - 1], rows[:, i]) for i in range(1, rows.shape[1])])
+    assert evaluate.main([str(world / "out"), "--json", "--sequences", "3"]) == 0
+    places = json.loads(capsys.readouterr().out)["loss_by_position"]["predictor"]
+    assert [place["loss"] for place in places] == pytest.approx(
+        [losses[first - 1 : last].mean().item() for first, last in ((1, 7), (8, 15), (16, 31))], rel=1e-5
+    )
 
 
 def test_evaluation_refuses_text_that_has_changed(world, capsys, tmp_path):
