@@ -234,7 +234,7 @@ class HubConfig(Section):
 class DataConfig(Section):
     """Where the text comes from and how it becomes tokens."""
 
-    source: str = choice("python_stdlib", of=("python_stdlib", "files", "hub"))
+    source: str = choice("python_stdlib", of=("python_stdlib", "python_packages", "files", "hub"))
     files: FilesConfig | None = section(FilesConfig, None, null=True)
     hub: HubConfig | None = section(HubConfig, None, null=True)
     tokenizer: str = choice("bpe", of=("bpe", "bytes", "pretrained"))

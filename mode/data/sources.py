@@ -1,4 +1,4 @@
-"""Where documents come from: the standard library's source files, local files, or a hub dataset.
+"""Where documents come from: Python source files that are installed anyway, local files, or a hub dataset.
 
 A source is a stream of texts in a fixed order, read anew each time it is asked for, so that nothing
 larger than a document is held in memory. What cannot be read is a `DataError` that names the file.
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import codecs
 import glob
+import importlib.util
 import json
 import logging
 import os
@@ -17,7 +18,7 @@ import sys
 import sysconfig
 import tempfile
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -29,9 +30,13 @@ READERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parque
 EXTENSIONS = (".txt", *READERS)
 LONG_TEXT = 1 << 15  # characters: a longer text file is cut into documents
 
-# Folders of the standard library that are left out: installed packages are not part of it, tests are
-# missing from many installations, and `encodings` and `pydoc_data` hold generated tables.
+# Folders of Python source files that are left out: installed packages are not part of the standard library, tests
+# are missing from many installations, and `encodings` and `pydoc_data` hold generated tables.
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}
+
+
+# What is installed wherever `mode` is, as it or what it needs depends on them: nine times the standard library's text.
+PACKAGES = ("deepspeed", "networkx", "numpy", "pandas", "sympy", "torch")
 
 
 class Source(Protocol):
@@ -56,22 +61,34 @@ def open_source(config: DataConfig) -> Source:
     if config.source == "hub":
         assert config.hub is not None
         return HubDataset(config.hub)
-    return PythonStdlib(Path(sysconfig.get_paths()["stdlib"]))
+    roots = [Path(sysconfig.get_paths()["stdlib"])] if config.source == "python_stdlib" else find_packages(PACKAGES)
+    return PythonFiles(config.source, tuple(roots))
+
+
+def find_packages(names: Sequence[str]) -> list[Path]:
+    """The folders of the packages that are installed. None is imported."""
+    specs = [importlib.util.find_spec(name) for name in names]
+    return [Path(folder) for spec in specs if spec is not None for folder in spec.submodule_search_locations or []]
 
 
 @dataclass(frozen=True)
-class PythonStdlib:
-    """The standard library's own source files: real text on every machine."""
+class PythonFiles:
+    """Python source files below some folders: real text on every machine."""
 
-    root: Path
+    source: str
+    roots: tuple[Path, ...]
 
     @property
     def name(self) -> str:
-        return f"python_stdlib ({self.root})"
+        return f"{self.source} ({', '.join(map(str, self.roots))})"
 
     def paths(self) -> list[Path]:
+        """Folder by folder, so that where packages are installed does not change the order."""
+        return [path for root in self.roots for path in self._below(root)]
+
+    def _below(self, root: Path) -> list[Path]:
         found = []
-        for folder, subfolders, names in os.walk(self.root):
+        for folder, subfolders, names in os.walk(root):
             subfolders[:] = [name for name in subfolders if name not in LEFT_OUT]  # os.walk then passes them by
             # _sysconfigdata holds the paths and compiler flags of the machine Python was built on
             wanted = [name for name in names if name.endswith(".py") and not name.startswith("_sysconfigdata")]
@@ -79,7 +96,7 @@ class PythonStdlib:
         return sorted(found)
 
     def identity(self) -> list[Any]:
-        return ["python_stdlib", sys.version, *file_identities(self.paths())]
+        return [self.source, sys.version, *file_identities(self.paths())]
 
     def documents(self) -> Iterator[str]:
         for path in self.paths():

@@ -16,7 +16,7 @@ import pytest
 import mode.config
 from mode.config import DataConfig, FilesConfig, HubConfig
 from mode.data import DataError
-from mode.data.sources import LONG_TEXT, HubDataset, cut_long_text, open_source
+from mode.data.sources import LONG_TEXT, PACKAGES, HubDataset, PythonFiles, cut_long_text, find_packages, open_source
 
 TEXTS = ["first", "second\r\nline\twith \u00e9 \U0001f600", "12", "NA", '"quoted", with comma']
 
@@ -240,3 +240,32 @@ def test_a_long_text_is_cut_between_paragraphs_lines_or_words_and_nothing_is_los
 
 def test_a_short_text_stays_one_document():
     assert list(cut_long_text("a\n\nb")) == ["a\n\nb"]
+
+
+def test_packages_are_read_folder_by_folder_without_their_tests_and_without_importing_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = {
+        "zeta_text": ["__init__.py", "tests/test_a.py"],
+        "alpha_text": ["b/c.py", "a.py", "data.txt", "__init__.py"],
+    }
+    for number, (package, names) in enumerate(files.items()):
+        for name in names:
+            path = tmp_path / str(number) / package / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(f"raise ImportError('{package}/{name}')\n")
+        monkeypatch.syspath_prepend(tmp_path / str(number))
+    found = PythonFiles("python_packages", tuple(find_packages(["alpha_text", "no_such_package", "zeta_text"])))
+    assert list(found.documents()) == [
+        f"raise ImportError('{name}')\n"
+        for name in ("alpha_text/__init__.py", "alpha_text/a.py", "alpha_text/b/c.py", "zeta_text/__init__.py")
+    ]
+
+
+def test_the_packages_of_the_larger_corpus_come_with_mode() -> None:
+    source = open_source(DataConfig(source="python_packages"))
+    assert isinstance(source, PythonFiles) and [root.name for root in source.roots] == list(PACKAGES)
+    small = open_source(DataConfig())
+    assert isinstance(small, PythonFiles)
+    sizes = [sum(path.stat().st_size for path in each.paths()) for each in (small, source)]
+    assert sizes[1] > 5 * sizes[0]
