@@ -80,7 +80,7 @@ class PythonFiles:
 
     @property
     def name(self) -> str:
-        return f"{self.source} ({', '.join(map(str, self.roots))})"
+        return f"{self.source} ({', '.join(root.name for root in self.roots)})"
 
     def paths(self) -> list[Path]:
         """Folder by folder, so that where packages are installed does not change the order."""
