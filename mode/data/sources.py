@@ -34,7 +34,6 @@ LONG_TEXT = 1 << 15  # characters: a longer text file is cut into documents
 # are missing from many installations, and `encodings` and `pydoc_data` hold generated tables.
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}
 
-
 # What is installed wherever `mode` is, as it or what it needs depends on them: nine times the standard library's text.
 PACKAGES = ("deepspeed", "networkx", "numpy", "pandas", "sympy", "torch")
 
