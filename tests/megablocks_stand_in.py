@@ -20,7 +20,7 @@ calls: list[str] = []  # the stand-ins' functions, in the order they were called
 def install() -> None:
     """Puts the stand-ins where `import` finds them, and limits every Triton kernel to one tuning."""
     ops = _module("megablocks_ops")
-    for function in (histogram, sort, inclusive_cumsum, exclusive_cumsum, indices):
+    for function in (histogram, sort, inclusive_cumsum, exclusive_cumsum):
         setattr(ops, function.__name__, function)
     grouped_gemm: Any = _module("grouped_gemm")
     grouped_gemm.ops, grouped_gemm.backend = _module("grouped_gemm.ops"), _module("grouped_gemm.backend")
@@ -64,10 +64,6 @@ def inclusive_cumsum(x: Tensor, dim: int, out: Tensor) -> None:
 
 def exclusive_cumsum(x: Tensor, dim: int, out: Tensor) -> None:
     out.copy_(x.cumsum(dim) - x)
-
-
-def indices(*_: Any) -> None:
-    raise NotImplementedError("only the sparse path needs it")
 
 
 # ---------------------------------------------------------------------------------------------------
