@@ -208,6 +208,7 @@ def test_a_description_beyond_ascii_does_not_break_a_plain_terminal(tmp_path: Pa
         ({"mode.train": {"tokens": 600}}, [], "mode.train.tokens is 600; a step takes 2048, so the run has 1 of them"),
         ({"mode.train": {"flops": 1e9}}, [], "mode.train.flops is 1e+09; a step takes"),
         ({"mode.experts.balance_bias": None}, [], "held by a balance loss of weight 0.01 alone"),
+        ({"mode.experts.top_k": 2}, [], "no token has a choice about no-ops: a share of 0.5 of 2 distinct choices"),
         (
             {"mode.depth.predictor": None, "mode.depth.aux_loss": None},
             [],
@@ -224,6 +225,7 @@ def test_a_description_beyond_ascii_does_not_break_a_plain_terminal(tmp_path: Pa
         "tokens",
         "flops",
         "weak balance",
+        "forced no-ops",
         "no predictor",
     ],
 )

@@ -175,6 +175,11 @@ def _warnings(plan: Plan, run: RunConfig, memory_gb: float | None) -> Iterator[s
                 f"the no-op share of {experts.no_op_fraction:g} is held by a balance loss of weight {weight:g} alone; "
                 f"below {WEAK_BALANCE:g} the share drifts, and the work with it: set mode.experts.balance_bias"
             )
+    if experts is not None and 0 < experts.num_no_ops <= experts.no_op_fraction * experts.top_k:
+        yield (
+            f"no token has a choice about no-ops: a share of {experts.no_op_fraction:g} of {experts.top_k} distinct "
+            f"choices is {experts.num_no_ops} no-op column(s) for every token: raise mode.experts.num_no_ops"
+        )
     if depth is not None and depth.selection == "learned" and depth.predictor is None and depth.aux_loss is None:
         yield "neither depth.predictor nor depth.aux_loss is set: nothing trains the decisions that sampling will need"
     total = plan["memory"]["total"]
