@@ -5,9 +5,10 @@
 
 Top-k routing looks at the whole sequence, as in training, so its loss may profit from the future. Causal routing lets
 each token decide for itself, by the predictor or by the router's own logit: that is what sampling does, and the loss
-to compare with other models. The loss by position tells what the tokens before are worth: where it stops falling, the
-model makes nothing of what lies further back. The validation text is that of the model's configuration, prepared again
-if need be.
+to compare with other models. Experts with a capacity are also evaluated as in training, where they drop what exceeds
+it: that is the loss at the compute of training, and it depends on the batch. The loss by position tells what the
+tokens before are worth: where it stops falling, the model makes nothing of what lies further back. The validation text
+is that of the model's configuration, prepared again if need be.
 """
 
 from __future__ import annotations
@@ -57,6 +58,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     passes: dict[str, bool | str] = {"top_k": False}
     if config.depth is not None:
         passes |= {method: method for method in methods}
+    if config.experts is not None and config.experts.capacity_factor is not None:
+        passes[DROPPING] = False if config.depth is None else methods[0]
     found = {
         name: evaluate(
             loaded.model,
@@ -67,6 +70,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             device=torch.device(arguments.device),
             progress=lambda: None,
             causal=causal,
+            dropping=name == DROPPING,
         )
         for name, causal in passes.items()
     }
@@ -107,7 +111,8 @@ def position_ranges(length: int) -> list[tuple[int, int]]:
     return list(zip(starts, [*(start - 1 for start in starts[1:]), length - 1], strict=True))
 
 
-NAMES = {"top_k": "top-k", "predictor": "predictor", "router": "router logit"}
+DROPPING = "dropping"
+NAMES = {"top_k": "top-k", "predictor": "predictor", "router": "router logit", DROPPING: "dropping as in training"}
 
 
 def render(figures: dict[str, Any]) -> str:
@@ -120,21 +125,25 @@ def render(figures: dict[str, Any]) -> str:
     ]
     places = figures["loss_by_position"][figures["sampling_by"] or "top_k"]
     by_position = ", ".join(f"{place['first']}-{place['last']} {place['loss']:.3f}" for place in places)
-    if not figures["blocks"]:
-        loss = f"{losses['top_k']:.4f}  ({bits['top_k']:.4f} bits per byte)"
-        return table([*rows, ("loss", loss), ("loss by position", by_position)])
+    alone = not figures["blocks"]  # then top-k of the depth router means nothing
     for name, loss in losses.items():
-        note = ", sees the future" if name == "top_k" else ", used in sampling" * (name == figures["sampling_by"])
-        rows.append((f"loss, {NAMES[name]}", f"{loss:.4f}  ({bits[name]:.4f} bits per byte{note})"))
+        note = ", sees the future" * (name == "top_k" and not alone) + ", used in sampling" * (
+            name == figures["sampling_by"]
+        )
+        title = "loss" if alone and name == "top_k" else f"loss, {NAMES[name]}"
+        rows.append((title, f"{loss:.4f}  ({bits[name]:.4f} bits per byte{note})"))
+    if alone:
+        return table([*rows, ("loss by position", by_position)])
     rows.append((f"by position, {NAMES[figures['sampling_by']]}", by_position))
-    header = ["block", "target", *(f"kept, {NAMES[name]}" for name in losses), "predictor right", "router right"]
+    ways = [name for name in losses if name != DROPPING]
+    header = ["block", "target", *(f"kept, {NAMES[name]}" for name in ways), "predictor right", "router right"]
     lines = ["  ".join(header)]
     for layer, block in figures["blocks"].items():
         accuracy = block["predictor_accuracy"]
         cells = [
             layer,
             f"{figures['target_kept']:.1%}",
-            *(f"{block['kept'][name]:.1%}" for name in losses),
+            *(f"{block['kept'][name]:.1%}" for name in ways),
             "-" if accuracy is None else f"{accuracy:.1%}",
             f"{block['router_accuracy']:.1%}",
         ]

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from mode.data import Split, spread_rows, validation_batches
 from mode.layers import at_least_float32
+from mode.moe.router import ExpertRouter
 from mode.routing import BlockRouting
 from mode.training.inputs import model_inputs
 
@@ -48,14 +49,20 @@ def evaluate(
     device: torch.device,
     progress: Callable[[], None],
     causal: bool | str = False,
+    dropping: bool = False,
 ) -> Evaluation:
     """The mean loss of `num_rows` rows spread over the split: always the same ones, shared by the ranks.
 
-    `causal` as in the model's forward: False is top-k routing, as in training, which sees the future.
+    `causal` as in the model's forward: False is top-k routing, as in training, which sees the future. With
+    `dropping`, experts take no more of a batch than their capacity, as in training; otherwise all that choose them.
     `progress` is called before every batch. A plain model in place of the engine needs no process group.
     """
     alone = not distributed.is_initialized()
     engine.eval()
+    if dropping:
+        for module in engine.modules():
+            if isinstance(module, ExpertRouter):
+                module.train()
     losses: Tensor | float = 0.0
     weight = torch.zeros((), dtype=torch.float64, device=device)
     shares: Tensor | float = 0.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -221,6 +222,28 @@ def test_the_loss_by_position_is_that_of_the_token_at_the_position(world, capsys
     assert [place["loss"] for place in places] == pytest.approx(
         [losses[first - 1 : last].mean().item() for first, last in ((1, 7), (8, 15), (16, 31))], rel=1e-5
     )
+
+
+def test_a_model_with_a_capacity_is_evaluated_with_training_s_dropping_too(world, capsys, tmp_path):
+    copy = shutil.copytree(world / "out", tmp_path / "copy")
+    about = json.loads((copy / "config.json").read_text())
+    about["mode"]["experts"]["capacity_factor"] = 0.25
+    (copy / "config.json").write_text(json.dumps(about))
+    assert evaluate.main([str(copy), "--json", "--sequences", "3", "--batch_size", "3"]) == 0
+    losses = json.loads(capsys.readouterr().out)["loss"]
+    assert evaluate.main([str(world / "out"), "--json", "--sequences", "3", "--batch_size", "3"]) == 0
+    assert losses | json.loads(capsys.readouterr().out)["loss"] == losses, "nothing is dropped otherwise"
+
+    loaded, data = load_with_text(copy, None, device="cpu")
+    rows = torch.as_tensor(spread_rows(data.validation.rows, 3)).long()
+    with torch.no_grad():  # in training mode nothing else of this model differs
+        out = loaded.model.train()(rows, causal="predictor")
+    assert not out.routing[0].experts.processed_TK[out.routing[0].experts.choices_TK < 4].all(), "something is dropped"
+    expected = F.cross_entropy(out.logits[:, :-1].flatten(0, 1), rows[:, 1:].flatten()).item()
+    assert losses["dropping"] == pytest.approx(expected, rel=1e-5) and losses["dropping"] != losses["predictor"]
+    assert evaluate.main([str(copy), "--sequences", "3", "--batch_size", "3"]) == 0
+    shown = capsys.readouterr().out
+    assert "loss, dropping as in training" in shown and "kept, dropping" not in shown
 
 
 def test_evaluation_refuses_text_that_has_changed(world, capsys, tmp_path):
