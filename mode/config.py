@@ -39,12 +39,18 @@ class ModelConfig(Section):
     sequence_length: int = integer(low=2)
     rope_theta: float = number(10_000.0, above=0)
     norm_eps: float = number(1e-5, above=0)
+    qkv_bias: bool = flag(False)  # of queries, keys and values: lets the first block attend by place alone
     tied_head: bool = flag(True)
     activation_checkpointing: bool = flag(False)
 
     @property
     def head_width(self) -> int:
         return self.width // self.num_heads
+
+    @property
+    def qkv_width(self) -> int:
+        """Of all queries, keys and values of a token."""
+        return (self.num_heads + 2 * self.num_kv_heads) * self.head_width
 
     def check(self) -> None:
         if self.width % self.num_heads:

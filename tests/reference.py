@@ -44,7 +44,8 @@ def attention(module: nn.Module, config: ModeConfig, x_SD: list[Tensor], positio
     heads, groups, width = model.num_heads, model.num_kv_heads, model.head_width
     queries, keys, values = [], [], []
     for x_D, position in zip(x_SD, positions, strict=True):
-        projected = (module.qkv.weight @ x_D).reshape(heads + 2 * groups, width)
+        bias = module.qkv.bias if model.qkv_bias else 0.0
+        projected = (module.qkv.weight @ x_D + bias).reshape(heads + 2 * groups, width)
         queries.append([rotate(projected[n], position, model.rope_theta) for n in range(heads)])
         keys.append([rotate(projected[heads + g], position, model.rope_theta) for g in range(groups)])
         values.append([projected[heads + groups + g] for g in range(groups)])

@@ -52,7 +52,7 @@ def two_documents(num_rows=2, length=10):
     ids=lambda depth: "-".join(str(value) for value in depth.values()),
 )
 def test_routed_block_equals_loop_reference_in_outputs_and_all_gradients(depth, packed, experts):
-    config = make_config(model={"sequence_length": 40}, depth=depth, experts=experts)
+    config = make_config(model={"sequence_length": 40, "qkv_bias": True}, depth=depth, experts=experts)
     block, x_BLD = routed_block(config), random_stream()
     documents = two_documents() if packed else None
     actual, _ = block(x_BLD, place(config, 2, 10, documents), KEYS)
@@ -61,9 +61,10 @@ def test_routed_block_equals_loop_reference_in_outputs_and_all_gradients(depth, 
     assert_same_with_gradients(actual, expected, inputs, tolerance=1e-10)
 
 
+@pytest.mark.parametrize("qkv_bias", [False, True])
 @pytest.mark.parametrize("packed", [False, True])
-def test_plain_block_equals_loop_reference(packed):
-    config = make_config(depth={})
+def test_plain_block_equals_loop_reference(packed, qkv_bias):
+    config = make_config(model={"qkv_bias": qkv_bias}, depth={})
     block, x_BLD = spread_weights(Block(config, 0, MoELayer).double()), random_stream()
     documents = two_documents() if packed else None
     actual, _ = block(x_BLD, place(config, 2, 10, documents), KEYS)

@@ -76,12 +76,12 @@ def test_the_figures_of_the_flagship_are_right(tmp_path: Path) -> None:
     assert (routed["processed"], routed["no_op"], routed["dropped"]) == (256, 256, 0)
 
     attention = 128 * 128 + 2 * 64 * 128 + 128 * 128
-    expert, router, norms = 3 * 128 * 352, 9 * 128, 2 * 128
+    expert, router, norms, bias = 3 * 128 * 352, 9 * 128, 2 * 128, 128 + 64 + 64
     depth_router, predictor = 128, 128 * 64 + 64 + 64 + 1
-    block = attention + 8 * expert + router + norms
+    block = attention + bias + 8 * expert + router + norms
     assert plan["parameters"]["total"] == 4096 * 128 + 128 + 8 * block + 4 * (depth_router + predictor)
     outside = 4096 * 128 + 128
-    in_plain = attention + router + norms + expert // 2
+    in_plain = attention + bias + router + norms + expert // 2
     in_routed = depth_router + predictor + in_plain // 8
     assert plan["parameters"]["active_per_token"] == outside + 4 * in_plain + 4 * in_routed
 

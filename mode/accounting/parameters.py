@@ -18,7 +18,9 @@ def block_parameters(config: ModeConfig, layer: int) -> dict[str, int]:
     """Parameters of block `layer` by group, all experts counted. No-ops own nothing but router columns."""
     model, depth, experts = config.model, config.depth, config.experts
     groups = {"norms": 2 * model.width}
-    groups["attention"] = 2 * model.width * model.head_width * (model.num_heads + model.num_kv_heads)
+    groups["attention"] = model.width * (model.qkv_width + model.width)
+    if model.qkv_bias:
+        groups["qkv_bias"] = model.qkv_width
     if depth is not None and config.is_routed(layer):
         if depth.selection != "stochastic":
             groups["depth_router"] = model.width

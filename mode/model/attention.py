@@ -37,8 +37,7 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.num_heads, self.num_kv_heads, self.head_width = config.num_heads, config.num_kv_heads, config.head_width
-        num_projections = config.num_heads + 2 * config.num_kv_heads
-        self.qkv = nn.Linear(config.width, num_projections * config.head_width, bias=False)
+        self.qkv = nn.Linear(config.width, config.qkv_width, bias=config.qkv_bias)
         self.out = nn.Linear(config.num_heads * config.head_width, config.width, bias=False)
 
     def forward(self, x_BSD: Tensor, placement: Placement, attend: Attend = attend_causally) -> Tensor:

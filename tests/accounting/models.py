@@ -39,6 +39,7 @@ def configs(draw: st.DrawFn, experts: bool | None = None, depth: bool | None = N
             "num_kv_heads": num_kv_heads,
             "ffn_width": draw(st.integers(1, 40)),
             "sequence_length": length,
+            "qkv_bias": draw(st.booleans()),
             "tied_head": draw(st.booleans()),
             "activation_checkpointing": draw(st.booleans()),
         }

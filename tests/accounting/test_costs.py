@@ -29,6 +29,7 @@ def shapes(config: ModeConfig, layer: int) -> list[tuple[int, ...]]:
     model, width = config.model, config.model.width
     query, key = model.num_heads * model.head_width, model.num_kv_heads * model.head_width
     found: list[tuple[int, ...]] = [(width,), (width,), (query, width), (key, width), (key, width), (width, query)]
+    found += [(query,), (key,), (key,)] * model.qkv_bias
     if config.depth is not None and config.is_routed(layer):
         if config.depth.selection != "stochastic":
             found += [(1, width)]

@@ -30,7 +30,7 @@ KINDS = {
     "stochastic": {"depth": {"selection": "stochastic", "gate": "one", "capacity_fraction": 0.5}},
     "token choice": {"experts": {}, "depth": {"selection": "token_choice", "gate": "tanh"}},
 }
-MODEL = {"num_layers": 4, "sequence_length": 96}
+MODEL = {"num_layers": 4, "sequence_length": 96, "qkv_bias": True}
 PROMPT_LENGTHS = [7, 1, 12, 4]
 IDS = torch.randint(40, (4, 12), generator=torch.Generator().manual_seed(0))
 LENGTHS = torch.tensor(PROMPT_LENGTHS)
