@@ -7,8 +7,9 @@
 Writes routing.json (all numbers), PNG files and routing.html (one file, text coloured by compute spent) into the
 folder `routing` of the run, or beside an exported folder, and the pictures for TensorBoard beside the run's own events.
 The decisions shown are those of top-k routing, as in training, or of --causal. The leak is what top-k routing gains
-from seeing the future: the loss at a position given its prefix alone, less that given the whole sequence. Needs
-matplotlib.
+from seeing the future: the loss at a position given its prefix alone, less that given the whole sequence. Attention is
+that of the first batch: a model whose loss does not fall with the position has no head that looks at what followed an
+earlier occurrence of its token. Needs matplotlib.
 """
 
 from __future__ import annotations
@@ -95,6 +96,7 @@ def make_report(arguments: argparse.Namespace) -> dict[str, Any]:
     """Does it, and returns the numbers to print."""
     import torch
     from routes import figures, leak
+    from routes.attention import attention_figures
     from routes.survey import survey, token_flops
     from routes.write import write_report
     from tqdm import tqdm
@@ -134,6 +136,7 @@ def make_report(arguments: argparse.Namespace) -> dict[str, Any]:
         "depth": figures.depth_figures(config, found, arguments.causal),
         "experts": figures.expert_figures(config, shown),
         "entropy": figures.entropy_figures(config, shown),
+        "attention": attention_figures(loaded.model, batches[:1], causal=passes[arguments.causal], device=device),
         "flops_per_token": {name: float(getattr(flops_NL, name)()) for name in ("mean", "min", "max")},
         "leak": leaked,
     }

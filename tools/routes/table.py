@@ -72,11 +72,24 @@ def render(report: dict[str, Any]) -> str:
             for layer, block in experts["blocks"].items()
         ]
         parts.append(_columns(header, cells))
+    header = ["block", "visible tokens", "looked at by a head", "previous token, at most", "after the same, at most"]
+    cells = [
+        [
+            layer,
+            f"{block['visible']:.1f}",
+            f"{min(block['looked_at']):.1f} to {max(block['looked_at']):.1f}",
+            f"{max(block['previous']):.1%}",
+            f"{max(block['repeat']):.1%} (chance {block['repeat_by_chance']:.1%})",
+        ]
+        for layer, block in report["attention"].items()
+        if block is not None
+    ]
+    parts.append(_columns(header, cells))
     return "\n\n".join(parts)
 
 
 def _columns(header: list[str], rows: list[list[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     return "\n".join(
-        "  " + "  ".join(f"{cell:>{len(title)}}" for cell, title in zip(row, header, strict=True))
-        for row in [header, *rows]
+        "  " + "  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in [header, *rows]
     )
