@@ -66,7 +66,10 @@ def loops_of_a_block(model, module, given, batch):
     }
 
 
-@pytest.mark.parametrize(("kind", "causal"), [("moe", False), ("both", False), ("both", "predictor"), ("staged", False)])
+CASES = [("moe", False), ("both", False), ("both", "predictor"), ("staged", False)]
+
+
+@pytest.mark.parametrize(("kind", "causal"), CASES)
 @torch.no_grad()
 def test_where_heads_look_is_that_of_plain_loops(world, kind, causal):
     """With documents that hide each other ("both"), and rows of different length (causal)."""
