@@ -12,6 +12,7 @@ import torch
 from mode.model.initialise import initialise
 from mode.model.transformer import ModeTransformer
 from mode.moe.experts import Experts
+from tests import reference
 from tests.helpers import make_config
 
 IDS = torch.randint(40, (3, 16), generator=torch.Generator().manual_seed(0))
@@ -177,6 +178,19 @@ def test_initial_scale_keeps_the_stream_and_the_loss_sane():
     ids = torch.randint(512, (4, 16), generator=torch.Generator().manual_seed(0))
     out = ModeTransformer(config)(ids, labels=ids)
     assert out.losses["cross_entropy"].item() == pytest.approx(torch.tensor(512.0).log().item(), rel=0.03)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "width"), [(4, 2, 64), (2, 2, 32), (1, 1, 128), (2, 1, 128)])
+def test_with_a_bias_the_first_head_of_every_block_begins_by_looking_at_the_previous_token(heads, kv_heads, width):
+    model = {"width": width, "num_heads": heads, "num_kv_heads": kv_heads, "qkv_bias": True, "sequence_length": 256}
+    config = make_config(model=model, depth={})
+    for block in ModeTransformer(config).blocks:
+        head_width, bias = config.model.head_width, block.body.attention.qkv.bias
+        query, key = bias[:head_width], bias[heads * head_width : (heads + 1) * head_width]
+        assert torch.count_nonzero(bias) == torch.count_nonzero(query) + torch.count_nonzero(key)
+        last = reference.rotate(query, 255, config.model.rope_theta)
+        logits = torch.stack([last @ reference.rotate(key, place, config.model.rope_theta) for place in range(256)])
+        assert (logits / head_width**0.5).softmax(dim=0)[254] > 0.79
 
 
 def test_a_tied_head_shares_the_embedding_and_an_untied_one_does_not():
