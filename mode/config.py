@@ -39,9 +39,7 @@ class ModelConfig(Section):
     sequence_length: int = integer(low=2)
     rope_theta: float = number(10_000.0, above=0)
     norm_eps: float = number(1e-5, above=0)
-    qkv_bias: bool = flag(
-        False
-    )  # of queries, keys and values; a head of each block begins by looking at the previous token
+    qkv_bias: bool = flag(False)  # with it a head of every block begins by looking at the previous token
     tied_head: bool = flag(True)
     activation_checkpointing: bool = flag(False)
 
