@@ -10,11 +10,16 @@ NAMES = {"top_k": "top-k", "predictor": "predictor", "router": "router logit"}
 
 
 def render(report: dict[str, Any]) -> str:
+    parts = [table(_summary(report)), _depth(report), _experts(report), _attention(report)]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _summary(report: dict[str, Any]) -> list[tuple[str, str]]:
     rows = [
         ("model", report["model"]),
         ("text", f"{report['sequences']} held-out sequences of {report['sequence_length']} tokens"),
     ]
-    depth, experts, leaked = report["depth"], report["experts"], report["leak"]
+    depth, leaked = report["depth"], report["leak"]
     if depth is None:
         rows.append(("loss", f"{report['loss']['top_k']:.4f} nats per token"))
     else:
@@ -45,33 +50,44 @@ def render(report: dict[str, Any]) -> str:
     rows.append(("written to", report["output"]))
     if report["tensorboard"] is not None:
         rows.append(("for TensorBoard", report["tensorboard"]))
-    parts = [table(rows)]
-    if depth is not None and depth["blocks"]:
-        header = ["block", *(f"kept, {NAMES[name]}" for name in report["loss"])]
-        header += ["router weight above 0.5", "best threshold agrees with top-k"]
-        cells = [
-            [
-                layer,
-                *(f"{share:.1%}" for share in block["kept"].values()),
-                f"{block['above_half']:.1%}",
-                f"{block['best_threshold']['agrees']:.1%}",
-            ]
-            for layer, block in depth["blocks"].items()
+    return rows
+
+
+def _depth(report: dict[str, Any]) -> str:
+    if report["depth"] is None or not report["depth"]["blocks"]:
+        return ""
+    header = ["block", *(f"kept, {NAMES[name]}" for name in report["loss"])]
+    header += ["router weight above 0.5", "best threshold agrees with top-k"]
+    cells = [
+        [
+            layer,
+            *(f"{share:.1%}" for share in block["kept"].values()),
+            f"{block['above_half']:.1%}",
+            f"{block['best_threshold']['agrees']:.1%}",
         ]
-        parts.append(_columns(header, cells))
-    if experts is not None:
-        header = ["block", "real choices", "no-op choices", "mean gate", "load imbalance (max/mean)"]
-        cells = [
-            [
-                layer,
-                f"{1 - block['no_op_share']:.1%}",
-                f"{block['no_op_share']:.1%}",
-                "-" if block["mean_gate"] is None else f"{block['mean_gate']:.3f}",
-                "-" if block["imbalance"] is None else f"{block['imbalance']:.2f}",
-            ]
-            for layer, block in experts["blocks"].items()
+        for layer, block in report["depth"]["blocks"].items()
+    ]
+    return _columns(header, cells)
+
+
+def _experts(report: dict[str, Any]) -> str:
+    if report["experts"] is None:
+        return ""
+    header = ["block", "real choices", "no-op choices", "mean gate", "load imbalance (max/mean)"]
+    cells = [
+        [
+            layer,
+            f"{1 - block['no_op_share']:.1%}",
+            f"{block['no_op_share']:.1%}",
+            "-" if block["mean_gate"] is None else f"{block['mean_gate']:.3f}",
+            "-" if block["imbalance"] is None else f"{block['imbalance']:.2f}",
         ]
-        parts.append(_columns(header, cells))
+        for layer, block in report["experts"]["blocks"].items()
+    ]
+    return _columns(header, cells)
+
+
+def _attention(report: dict[str, Any]) -> str:
     header = ["block", "visible tokens", "looked at by a head", "previous token, at most", "after the same, at most"]
     cells = [
         [
@@ -84,8 +100,7 @@ def render(report: dict[str, Any]) -> str:
         for layer, block in report["attention"].items()
         if block is not None
     ]
-    parts.append(_columns(header, cells))
-    return "\n\n".join(parts)
+    return _columns(header, cells)
 
 
 def _columns(header: list[str], rows: list[list[str]]) -> str:
