@@ -12,6 +12,11 @@ def at_least_float32(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
+def silu_backward_(grad: Tensor, x: Tensor) -> Tensor:
+    """The gradient of silu at `x`, in the memory of `grad`: a new tensor of that size costs more than filling it."""
+    return torch.ops.aten.silu_backward.grad_input(grad, x, grad_input=grad)
+
+
 class Float32Linear(nn.Module):
     """A linear map computed in float32 whatever the model's precision; for routers.
 

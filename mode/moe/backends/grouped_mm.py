@@ -17,6 +17,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from mode.layers import silu_backward_
+
 
 def grouped_mm_experts(x_QD: Tensor, counts_e: Tensor, w1_eFD: Tensor, w2_eDF: Tensor, w3_eFD: Tensor) -> Tensor:
     ends_e = counts_e.cumsum(0).to(torch.int32)
@@ -41,7 +43,7 @@ class _GroupedSwiGLU(torch.autograd.Function):
         grad_w2_eDF = F.grouped_mm(grad_QD.t(), active_QF * up_QF, offs=ends_e)
         grad_hidden_QF = F.grouped_mm(grad_QD, w2_eDF, offs=ends_e)
         grad_up_QF = active_QF.mul_(grad_hidden_QF)
-        grad_gate_QF = torch.ops.aten.silu_backward(grad_hidden_QF.mul_(up_QF), gate_QF)
+        grad_gate_QF = silu_backward_(grad_hidden_QF.mul_(up_QF), gate_QF)
         grad_w1_eFD = F.grouped_mm(grad_gate_QF.t(), x_QD, offs=ends_e)
         grad_w3_eFD = F.grouped_mm(grad_up_QF.t(), x_QD, offs=ends_e)
         grad_x_QD = F.grouped_mm(grad_gate_QF, w1_eFD, offs=ends_e)

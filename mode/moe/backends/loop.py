@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from mode.layers import silu_backward_
+
 
 def loop_experts(x_QD: Tensor, counts_e: Tensor, w1_eFD: Tensor, w2_eDF: Tensor, w3_eFD: Tensor) -> Tensor:
     out_QD: Tensor = _LoopSwiGLU.apply(x_QD, counts_e.tolist(), w1_eFD, w2_eDF, w3_eFD)
@@ -55,7 +57,7 @@ class _LoopSwiGLU(torch.autograd.Function):
             torch.mm(grad_ND.t(), active_NF * up_NF, out=grad_w2_eDF[e])
             grad_hidden_NF = torch.mm(grad_ND, w2_eDF[e])
             grad_up_NF = active_NF.mul_(grad_hidden_NF)
-            grad_gate_NF = torch.ops.aten.silu_backward(grad_hidden_NF.mul_(up_NF), gate_NF)
+            grad_gate_NF = silu_backward_(grad_hidden_NF.mul_(up_NF), gate_NF)
             torch.mm(grad_gate_NF.t(), x_ND, out=grad_w1_eFD[e])
             torch.mm(grad_up_NF.t(), x_ND, out=grad_w3_eFD[e])
             grad_x_ND = grad_x_QD[rows]
