@@ -7,8 +7,9 @@ Top-k routing looks at the whole sequence, as in training, so its loss may profi
 each token decide for itself, by the predictor or by the router's own logit: that is what sampling does, and the loss
 to compare with other models. Experts with a capacity are also evaluated as in training, where they drop what exceeds
 it: that is the loss at the compute of training, and it depends on the batch. The loss by position tells what the
-tokens before are worth: where it stops falling, the model makes nothing of what lies further back. The validation text
-is that of the model's configuration, prepared again if need be.
+tokens before are worth: where it stops falling, the model makes nothing of what lies further back. The loss on as many
+sequences of the training text tells how much of it the model has by heart: of a text read several times that is much,
+and more for whoever reads it more often. The text is that of the model's configuration, prepared again if need be.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -60,20 +62,19 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         passes |= {method: method for method in methods}
     if config.experts is not None and config.experts.capacity_factor is not None:
         passes[DROPPING] = False if config.depth is None else methods[0]
+    look_at = partial(
+        evaluate,
+        loaded.model,
+        num_rows=num_rows,
+        batch_size=arguments.batch_size,
+        end_of_text=data.tokenizer.end_of_text if config.data.document_masking else None,
+        device=torch.device(arguments.device),
+        progress=lambda: None,
+    )
     found = {
-        name: evaluate(
-            loaded.model,
-            data.validation,
-            num_rows=num_rows,
-            batch_size=arguments.batch_size,
-            end_of_text=data.tokenizer.end_of_text if config.data.document_masking else None,
-            device=torch.device(arguments.device),
-            progress=lambda: None,
-            causal=causal,
-            dropping=name == DROPPING,
-        )
-        for name, causal in passes.items()
+        name: look_at(data.validation, causal=causal, dropping=name == DROPPING) for name, causal in passes.items()
     }
+    counted = "top_k" if config.depth is None else methods[0]
     top_k = found["top_k"].depth
     target = None if config.depth is None else config.depth.capacity_fraction
     return {
@@ -82,6 +83,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         "sequences": num_rows,
         "sequence_length": config.model.sequence_length,
         "loss": {name: result.loss for name, result in found.items()},
+        "training_loss": look_at(data.train, causal=passes[counted]).loss,
         "bits_per_byte": {
             name: result.loss / math.log(2) / data.validation.bytes_per_token for name, result in found.items()
         },
@@ -92,7 +94,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             ]
             for name, result in found.items()
         },
-        "sampling_by": methods[0] if config.depth is not None else None,
+        "sampling_by": None if config.depth is None else counted,
         "target_kept": target,
         "blocks": {
             str(layer): {
@@ -132,6 +134,8 @@ def render(figures: dict[str, Any]) -> str:
         )
         title = "loss" if alone and name == "top_k" else f"loss, {NAMES[name]}"
         rows.append((title, f"{loss:.4f}  ({bits[name]:.4f} bits per byte{note})"))
+    training, held_out = figures["training_loss"], losses[figures["sampling_by"] or "top_k"]
+    rows.append(("loss, training text", f"{training:.4f}  (held out: {held_out - training:+.4f})"))
     if alone:
         return table([*rows, ("loss by position", by_position)])
     rows.append((f"by position, {NAMES[figures['sampling_by']]}", by_position))

@@ -224,6 +224,20 @@ def test_the_loss_by_position_is_that_of_the_token_at_the_position(world, capsys
     )
 
 
+def test_the_loss_on_the_training_text_stands_beside_the_held_out_one(world, capsys):
+    loaded, data = load_with_text(world / "out", None, device="cpu")
+    rows = torch.as_tensor(spread_rows(data.train.rows, 3)).long()
+    with torch.no_grad():
+        logits = loaded.model.eval()(rows, causal="predictor").logits
+    expected = F.cross_entropy(logits[:, :-1].flatten(0, 1), rows[:, 1:].flatten()).item()
+    assert evaluate.main([str(world / "out"), "--json", "--sequences", "3"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["training_loss"] == pytest.approx(expected, rel=1e-5)
+    assert evaluate.main([str(world / "out"), "--sequences", "3"]) == 0
+    difference = figures["loss"]["predictor"] - figures["training_loss"]
+    assert f"{figures['training_loss']:.4f}  (held out: {difference:+.4f})" in capsys.readouterr().out
+
+
 def test_a_model_with_a_capacity_is_evaluated_with_training_s_dropping_too(world, capsys, tmp_path):
     copy = shutil.copytree(world / "out", tmp_path / "copy")
     about = json.loads((copy / "config.json").read_text())
