@@ -8,8 +8,8 @@ each token decide for itself, by the predictor or by the router's own logit: tha
 to compare with other models. Experts with a capacity are also evaluated as in training, where they drop what exceeds
 it: that is the loss at the compute of training, and it depends on the batch. The loss by position tells what the
 tokens before are worth: where it stops falling, the model makes nothing of what lies further back. The loss on as many
-sequences of the training text tells how much of it the model has by heart: of a text read several times that is much,
-and more for whoever reads it more often. The text is that of the model's configuration, prepared again if need be.
+sequences of the training text stands beside it: the difference is what the model has by heart, and how the two texts
+differ. The text is that of the model's configuration, prepared again if need be.
 """
 
 from __future__ import annotations
