@@ -13,7 +13,7 @@ def at_least_float32(x: Tensor) -> Tensor:
 
 
 def silu_backward_(grad: Tensor, x: Tensor) -> Tensor:
-    """The gradient of silu at `x`, in the memory of `grad`: a new tensor of that size costs more than filling it."""
+    """The gradient of silu at `x`, in the memory of `grad`, which is used up: one tensor of that size less."""
     return torch.ops.aten.silu_backward.grad_input(grad, x, grad_input=grad)
 
 
