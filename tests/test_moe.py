@@ -1,4 +1,4 @@
-"""The expert layer against nested loops, for both backends and every edge."""
+"""The expert layer against nested loops, for all backends of a CPU and every edge."""
 
 from __future__ import annotations
 
@@ -15,7 +15,20 @@ from mode.moe.router import largest_columns, within_capacity
 from tests import reference
 from tests.helpers import assert_same_with_gradients, make_config, spread_weights
 
-BACKENDS = {"loop": (torch.float64, 1e-10), "grouped_mm": (torch.float32, 2e-5)}  # grouped_mm knows no float64
+BACKENDS = {  # grouped_mm knows no float64
+    "loop": (torch.float64, 1e-10),
+    "threads": (torch.float64, 1e-10),
+    "grouped_mm": (torch.float32, 2e-5),
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def two_cores():
+    """Or "threads" would have but one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
 
 
 def make_layer(config, dtype, seed=0):

@@ -29,9 +29,11 @@ COMMANDS = {
 
 
 def main(arguments: list[str] | None = None) -> int:
-    from benchmarks import decode, dispatch, layer, memory, profile, step
+    from mode.host import keep_freed_memory, share_the_cores
 
-    from mode.host import keep_freed_memory
+    share_the_cores()  # as training does, and before torch is imported
+    keep_freed_memory()
+    from benchmarks import decode, dispatch, layer, memory, profile, step
 
     modules = {
         **{"layer": layer, "step": step, "profile": profile},
@@ -48,7 +50,6 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.repeats < 2:
         parser.error(f"--repeats is {options.repeats}; a spread needs at least 2")
-    keep_freed_memory()  # as training does
     figures = modules[options.command].measure(options)
     text = modules[options.command].table(figures)
     print(json.dumps(figures, indent=1) if options.json else text)

@@ -18,6 +18,7 @@ from torch import Tensor, distributed, nn
 from benchmarks.turns import Contender
 from mode.config import ModeConfig
 from mode.layers import SwiGLU
+from mode.moe.backends import PREFERENCE, choose_backend
 from mode.moe.layer import MoELayer
 from mode.moe.parallel import ParallelMoELayer
 from mode.moe.router import BiasedExpertRouter
@@ -47,7 +48,7 @@ class Sizes:
         return torch.randn(self.tokens, self.width, generator=torch.Generator().manual_seed(seed)).requires_grad_()
 
 
-def our_config(sizes: Sizes, share: float = 0.0, backend: str = "grouped_mm", ep_size: int = 1) -> ModeConfig:
+def our_config(sizes: Sizes, share: float = 0.0, backend: str = "auto", ep_size: int = 1) -> ModeConfig:
     experts: dict[str, Any] = {
         "num_experts": sizes.experts,
         "top_k": sizes.top_k,
@@ -62,11 +63,16 @@ def our_config(sizes: Sizes, share: float = 0.0, backend: str = "grouped_mm", ep
     return ModeConfig.from_dict({"model": model, "experts": experts})
 
 
-def our_layer(sizes: Sizes, share: float = 0.0, backend: str = "grouped_mm") -> MoELayer:
+def our_layer(sizes: Sizes, share: float = 0.0, backend: str = "auto") -> MoELayer:
     """Our layer on one rank. With a `share`, `hold_share` must see the tokens."""
     config = our_config(sizes, share, backend)
     assert config.experts is not None
     return with_weights(MoELayer(config.experts, sizes.width))
+
+
+def ours(sizes: Sizes) -> str:
+    """The contender that `experts.backend: auto` stands for here."""
+    return f"mode, {choose_backend('auto', torch.device('cpu'), torch.float32, (sizes.width, sizes.hidden))[0]}"
 
 
 def our_parallel_layer(sizes: Sizes, share: float) -> ParallelMoELayer:
@@ -183,8 +189,7 @@ def expert_contenders(sizes: Sizes, share: float) -> tuple[list[Contender], dict
     with_no_ops = our_layer(sizes, share)
     hold_share(with_no_ops, share, x_TD.detach())
     makers: dict[str, Callable[[], nn.Module]] = {
-        "mode, grouped_mm": partial(our_layer, sizes),
-        "mode, loop": partial(our_layer, sizes, backend="loop"),
+        **{f"mode, {backend}": partial(our_layer, sizes, backend=backend) for backend in PREFERENCE},
         f"mode, no-op share {share:g}": lambda: with_no_ops,
         "deepspeed.moe.layer.MoE": partial(native_layer, sizes),
         "deepspeed AutoEP experts": lambda: with_weights(AutoEPExperts(sizes)),

@@ -14,6 +14,7 @@ from mode.config import ExpertsConfig
 from mode.config_file import RunConfig, run_config_from_dict
 from mode.data import Batch
 from mode.model.transformer import ModeTransformer
+from mode.moe.backends import PREFERENCE
 
 DEPTH = {"capacity_fraction": 0.125, "predictor": {"width": 64}}
 NO_OPS = {"no_op_fraction": 0.5, "balance_bias": {"rate": 0.02}}
@@ -29,6 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     Sizes.add_arguments(parser, tokens=12288)
     for name, default in (("layers", 8), ("sequence_length", 256), ("vocabulary", 1024)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--backend", choices=["auto", *PREFERENCE], default="auto", help="what computes the experts")
 
 
 def run_config(variant: str, options: argparse.Namespace) -> RunConfig:
@@ -57,6 +59,7 @@ def run_config(variant: str, options: argparse.Namespace) -> RunConfig:
                     "num_experts": options.experts,
                     "top_k": options.top_k,
                     "width": options.hidden,
+                    "backend": options.backend,
                     **experts,
                     **no_ops,
                 },

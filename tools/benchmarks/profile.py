@@ -1,4 +1,7 @@
-"""Where the time of a training step goes, by kind of work, for MoE and MoDE models. `--plot` draws it."""
+"""Where the time of a training step goes, by kind of work, for MoE and MoDE models. `--plot` draws it.
+
+The profiler sees one thread, so the experts are computed by `grouped_mm` unless `--backend` names another.
+"""
 
 from __future__ import annotations
 
@@ -28,6 +31,7 @@ COLOURS = ("#0072B2", "#56B4E9", "#CC79A7", "#E69F00", "#009E73", "#999999")  # 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     models.add_arguments(parser)
+    parser.set_defaults(backend="grouped_mm")
     parser.add_argument("--plot", metavar="FILE.png", help="draw the table as bars (needs matplotlib)")
 
 

@@ -14,10 +14,11 @@ from torch import Tensor
 from mode.moe.backends.grouped_mm import grouped_mm_experts
 from mode.moe.backends.loop import loop_experts
 from mode.moe.backends.megablocks import Lack, check_usable, megablocks_experts
+from mode.moe.backends.threads import check_device, threads_experts
 
 Backend = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
-PREFERENCE = ("megablocks", "grouped_mm", "loop")  # what "auto" tries, in this order
+PREFERENCE = ("megablocks", "threads", "grouped_mm", "loop")  # what "auto" tries, in this order
 GROUPED_MM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -28,6 +29,8 @@ def choose_backend(name: str, device: torch.device, dtype: torch.dtype, widths: 
     `widths` are those of the model and of an expert. Only a setting that names a backend can be refused: a
     `ConfigError`. "auto" always finds one.
     """
+    if name == "threads":
+        check_device(device)
     if name not in ("auto", "megablocks"):
         return name, "as configured"
     try:
@@ -37,6 +40,8 @@ def choose_backend(name: str, device: torch.device, dtype: torch.dtype, widths: 
         if name == "megablocks":
             raise
         no_megablocks = lack.reason
+    if device.type == "cpu" and torch.get_num_threads() > 1:
+        return "threads", f"a CPU, {torch.get_num_threads()} threads"
     no_grouped_mm = _grouped_mm_lack(dtype, widths)
     if no_grouped_mm is None:
         return "grouped_mm", no_megablocks
@@ -64,6 +69,7 @@ def auto_experts(x_QD: Tensor, counts_e: Tensor, w1_eFD: Tensor, w2_eDF: Tensor,
 BACKENDS: dict[str, Backend] = {
     "auto": auto_experts,
     "megablocks": megablocks_experts,
+    "threads": threads_experts,
     "grouped_mm": grouped_mm_experts,
     "loop": loop_experts,
 }
