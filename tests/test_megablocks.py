@@ -20,7 +20,7 @@ from mode.config_file import run_config_from_dict
 from mode.data.tokenizer import byte_tokenizer
 from mode.model.pretrained import save_pretrained
 from mode.model.transformer import ModeTransformer
-from mode.moe.backends import BACKENDS, PREFERENCE, choose_backend, megablocks
+from mode.moe.backends import BACKENDS, PREFERENCE, _by_packages, choose_backend, megablocks
 from mode.moe.layer import MoELayer
 from mode.section import ConfigError
 from mode.training import engine
@@ -34,10 +34,10 @@ PACKAGES = ("megablocks", "grouped_gemm")
 @pytest.fixture(autouse=True)
 def asked_afresh():
     """What was found out about this machine before is forgotten, and what a test pretends afterwards."""
-    for function in (choose_backend, megablocks._package):
+    for function in (_by_packages, megablocks._package):
         function.cache_clear()
     yield
-    for function in (choose_backend, megablocks._package):
+    for function in (_by_packages, megablocks._package):
         function.cache_clear()
 
 

@@ -69,7 +69,7 @@ class ModeTransformer(nn.Module):
     def from_weights(cls, config: ModeConfig, weights: dict[str, Tensor]) -> ModeTransformer:
         """A model, for evaluation, with all of `weights` (as `weights()` names them) as its own."""
         with torch.device("meta"):
-            model = cls(config)
+            model = cls(_for_any_machine(config))
         model._take(weights, assign=True)
         return model.eval()
 
@@ -224,9 +224,9 @@ class ModeTransformer(nn.Module):
 
 
 def _for_any_machine(config: ModeConfig) -> ModeConfig:
-    """The same model where the package that trained it may be missing."""
-    needs_package = config.experts is not None and config.experts.backend == "megablocks"
-    return config.with_backend("auto") if needs_package else config
+    """The same model where the package or the device that it was trained with may be missing."""
+    bound = config.experts is not None and config.experts.backend in ("megablocks", "threads")
+    return config.with_backend("auto") if bound else config
 
 
 def _run(block: nn.Module, *inputs: Any) -> Any:

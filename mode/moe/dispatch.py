@@ -55,8 +55,8 @@ class LocalDispatcher:
         assignments_R = routing.processed_TK.flatten().nonzero().squeeze(1)
         experts_R, order_R = routing.choices_TK.flatten()[assignments_R].sort(stable=True)
         assignments_R = assignments_R[order_R]
-        ends_T = routing.processed_TK.sum(dim=1).cumsum(0)
-        rows = Rows(assignments_R // top_k, inverse(order_R), ends_T - routing.processed_TK.sum(dim=1))
+        counts_T = routing.processed_TK.sum(dim=1)
+        rows = Rows(assignments_R // top_k, inverse(order_R), counts_T.cumsum(0) - counts_T)
         return Sorted(
             x_QD=gather_rows(x_TD, rows),
             counts_e=torch.bincount(experts_R, minlength=routing.num_experts),

@@ -44,7 +44,7 @@ def take_turns(
 def ratio(over: Sequence[float], under: Sequence[float]) -> dict[str, float]:
     """How many times `over` is `under`: the median over the turns, and the middle half."""
     ratios = [a / b for a, b in zip(over, under, strict=True)]
-    low, middle, high = statistics.quantiles(ratios, n=4)
+    low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
     return {"median": middle, "low": low, "high": high}
 
 

@@ -22,7 +22,6 @@ PREFERENCE = ("megablocks", "threads", "grouped_mm", "loop")  # what "auto" trie
 GROUPED_MM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-@functools.cache
 def choose_backend(name: str, device: torch.device, dtype: torch.dtype, widths: tuple[int, ...]) -> tuple[str, str]:
     """(the backend that the setting `name` stands for in such a model on this machine, why that one).
 
@@ -31,6 +30,13 @@ def choose_backend(name: str, device: torch.device, dtype: torch.dtype, widths: 
     """
     if name == "threads":
         check_device(device)
+    if name == "auto" and device.type == "cpu" and torch.get_num_threads() > 1:
+        return "threads", f"a CPU, {torch.get_num_threads()} threads"
+    return _by_packages(name, device, dtype, widths)
+
+
+@functools.cache
+def _by_packages(name: str, device: torch.device, dtype: torch.dtype, widths: tuple[int, ...]) -> tuple[str, str]:
     if name not in ("auto", "megablocks"):
         return name, "as configured"
     try:
@@ -40,8 +46,6 @@ def choose_backend(name: str, device: torch.device, dtype: torch.dtype, widths: 
         if name == "megablocks":
             raise
         no_megablocks = lack.reason
-    if device.type == "cpu" and torch.get_num_threads() > 1:
-        return "threads", f"a CPU, {torch.get_num_threads()} threads"
     no_grouped_mm = _grouped_mm_lack(dtype, widths)
     if no_grouped_mm is None:
         return "grouped_mm", no_megablocks
@@ -58,7 +62,8 @@ def _grouped_mm_lack(dtype: torch.dtype, widths: tuple[int, ...]) -> str | None:
 def auto_experts(x_QD: Tensor, counts_e: Tensor, w1_eFD: Tensor, w2_eDF: Tensor, w3_eFD: Tensor) -> Tensor:
     """For a model that may still move: chosen by the tensors themselves. A trainer chooses once, at its start.
 
-    Sampling has fewer tokens than experts. On a CPU only the loop leaves out the experts that have none.
+    Without gradients it is mostly for sampling, with fewer tokens than experts. On a CPU the loop is best at that: it
+    leaves out the experts that have none and has no threads to wake.
     """
     if x_QD.device.type == "cpu" and not torch.is_grad_enabled():
         return loop_experts(x_QD, counts_e, w1_eFD, w2_eDF, w3_eFD)

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import functools
 import heapq
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from mode.moe.backends.loop import Work, expert_by_expert, one_after_another
 from mode.section import ConfigError
@@ -32,39 +34,45 @@ def threads_experts(x_QD: Tensor, counts_e: Tensor, w1_eFD: Tensor, w2_eDF: Tens
     return expert_by_expert(side_by_side, x_QD, counts_e, w1_eFD, w2_eDF, w3_eFD)
 
 
-def side_by_side(work: Work, experts: list[tuple[int, slice]]) -> None:
+def side_by_side(work: Work, counts: list[int]) -> None:
     cores = torch.get_num_threads()
-    by_size = sorted(experts, key=lambda expert: expert[1].start - expert[1].stop)
-    if not _evenly_busy([rows.stop - rows.start for _, rows in by_size], cores):
-        return one_after_another(work, experts)
-    waiting = iter(by_size)  # one for all cores: whoever is free takes the next
+    if not _evenly_busy(counts, cores) or is_in_torch_dispatch_mode():  # a mode that counts sees its own thread only
+        return one_after_another(work, counts)
+    busiest_first = sorted((expert for expert, count in enumerate(counts) if count), key=lambda e: -counts[e])
+    waiting = iter(busiest_first)  # one for all cores: whoever is free takes the next
     inference = torch.is_inference_mode_enabled()
 
     def take() -> None:
         with torch.inference_mode(inference), torch.no_grad():  # each thread has its own of both
-            for expert, rows in waiting:
-                work(expert, rows)
+            for expert in waiting:
+                work(expert)
 
-    helpers = [_helpers(cores - 1).submit(take) for _ in range(cores - 1)]
-    torch.set_num_threads(1)
-    try:
-        take()
-    finally:
-        wait(helpers)
-        torch.set_num_threads(cores)
-    for helper in helpers:
-        helper.result()  # raises what it raised
+    helpers = [_helpers(cores).submit(take) for _ in range(cores)]
+    for problem in [helper.exception() for helper in helpers]:  # of all, so that none is still at work
+        if problem is not None:
+            raise problem
 
 
-def _evenly_busy(falling_sizes: list[int], cores: int) -> bool:
+def _evenly_busy(counts: list[int], cores: int) -> bool:
     """Whether the cores have about as much to do as each other when the least busy one takes the next expert."""
     loads = [0] * cores
-    for size in falling_sizes:
-        heapq.heapreplace(loads, loads[0] + size)
-    return cores > 1 and max(loads) * cores < MAX_UNEVENNESS * sum(loads)
+    for count in sorted(counts, reverse=True):
+        heapq.heapreplace(loads, loads[0] + count)
+    return cores > 1 and max(loads) * cores < MAX_UNEVENNESS * sum(counts)
 
 
 @functools.cache
 def _helpers(count: int) -> ThreadPoolExecutor:
     """Threads that wait for work as long as the process lives; the products within one are not divided further."""
-    return ThreadPoolExecutor(count, "experts", initializer=torch.set_num_threads, initargs=(1,))
+    all_there = Barrier(count)
+
+    def begin() -> None:
+        torch.set_num_threads(1)
+        torch.get_num_threads()  # only now is it this thread's own, whatever others set
+        all_there.wait()
+
+    pool = ThreadPoolExecutor(count, "experts")
+    for begun in [pool.submit(begin) for _ in range(count)]:
+        begun.result()
+    torch.set_num_threads(count)  # theirs is what threads that come later would take
+    return pool
