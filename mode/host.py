@@ -20,7 +20,7 @@ def share_the_cores() -> None:
     ranks = max(1, int(told)) if told.isdecimal() else 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
     if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+        os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 
 def keep_freed_memory() -> None:

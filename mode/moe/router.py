@@ -64,7 +64,9 @@ class ExpertRouter(nn.Module):
         self.config = config
         self.scorer = Float32Linear(width, config.num_columns)
         self.to_gates: Callable[[Tensor], Tensor] = _share_of_choices if config.renormalize else _as_they_are
-        self.limit: Callable[[Tensor, Tensor], Tensor] = _no_limit if config.capacity_factor is None else self._limit
+        self.limit: Callable[[Tensor, Tensor, Tensor], Tensor] = (
+            _no_limit if config.capacity_factor is None else self._limit
+        )
 
     def forward(self, x_TD: Tensor) -> ExpertRouting:
         logits_TJ = self.scorer(x_TD)
@@ -73,19 +75,19 @@ class ExpertRouter(nn.Module):
         gates_TK = self.to_gates(scores_TJ.gather(1, choices_TK))
         processed_TK = choices_TK < self.config.num_experts
         if self.training:  # evaluation and sampling drop nothing
-            processed_TK = processed_TK & self.limit(choices_TK, gates_TK)
+            processed_TK = self.limit(processed_TK, choices_TK, gates_TK)
         return ExpertRouting(self.config.num_experts, logits_TJ, scores_TJ, choices_TK, gates_TK, processed_TK)
 
     def selection_logits(self, logits_TJ: Tensor) -> Tensor:
         return logits_TJ.detach()
 
-    def _limit(self, choices_TK: Tensor, gates_TK: Tensor) -> Tensor:
+    def _limit(self, processed_TK: Tensor, choices_TK: Tensor, gates_TK: Tensor) -> Tensor:
         config = self.config
         assert config.capacity_factor is not None
         capacity = expert_capacity(
             config.capacity_factor, config.top_k, len(choices_TK), config.no_op_fraction, config.num_experts
         )
-        return within_capacity(choices_TK, gates_TK, config.num_columns, capacity)
+        return processed_TK & within_capacity(choices_TK, gates_TK, config.num_columns, capacity)
 
 
 def _as_they_are(gates_TK: Tensor) -> Tensor:
@@ -96,8 +98,8 @@ def _share_of_choices(gates_TK: Tensor) -> Tensor:
     return gates_TK / gates_TK.sum(dim=-1, keepdim=True)
 
 
-def _no_limit(choices_TK: Tensor, gates_TK: Tensor) -> Tensor:
-    return torch.ones_like(choices_TK, dtype=torch.bool)
+def _no_limit(processed_TK: Tensor, choices_TK: Tensor, gates_TK: Tensor) -> Tensor:
+    return processed_TK
 
 
 class BiasedExpertRouter(ExpertRouter):
