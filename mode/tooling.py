@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -45,3 +47,17 @@ def print_figures(make: Callable[[], dict[str, Any]], render: Callable[[dict[str
         return 4
     print(json.dumps(figures, indent=2) if as_json else render(figures))
     return 0
+
+
+@contextmanager
+def output_for_figures_alone() -> Iterator[None]:
+    """What libraries print meanwhile, also in processes of their own, goes to the errors: DeepSpeed says hello."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(kept, 1)
+        os.close(kept)

@@ -11,15 +11,21 @@ from typing import Any
 
 import pytest
 
+from tools.benchmarks.turns import Contender, take_turns
+
 ROOT = Path(__file__).parent.parent
 
 
-def figures(*arguments: str) -> tuple[int, dict[str, Any]]:
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *arguments, "--json"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment, timeout=400)
-    assert "{" in done.stdout, done.stderr[-3000:]
-    return done.returncode, json.loads(done.stdout[done.stdout.index("{\n") :])
+def run(*arguments: str, threads: int = 1) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(threads)}
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment, timeout=400)
+
+
+def figures(*arguments: str, threads: int = 1) -> tuple[int, dict[str, Any]]:
+    done = run(*arguments, "--json", threads=threads)
+    assert done.stdout.startswith("{"), (done.stdout[:300], done.stderr[-3000:])
+    return done.returncode, json.loads(done.stdout)
 
 
 @pytest.mark.parametrize("precision", ("fp32", "bf16"))
@@ -56,16 +62,17 @@ SMALL = ("--width", "16", "--hidden", "16", "--experts", "4", "--repeats", "2")
 
 
 def test_the_layer_benchmark_measures_all_that_is_here_and_names_what_is_not() -> None:
-    code, found = figures("tools/benchmark.py", "layer", "--tokens", "64", *SMALL)
+    code, found = figures("tools/benchmark.py", "layer", "--tokens", "64", *SMALL, threads=2)
     assert code == 0 and found["gemm_peak"] > 0
     for top_k in (1, 2):
         rows = {row["contender"]: row for row in found["layer"] if row["top_k"] == top_k}
-        assert {"mode, grouped_mm", "mode, loop", "deepspeed.moe.layer.MoE", "dense SwiGLU"} <= set(rows)
+        ours = {"mode, threads", "mode, grouped_mm", "mode, loop"}
+        assert {*ours, "deepspeed.moe.layer.MoE", "dense SwiGLU"} <= set(rows)
         assert "transformers Mixtral" in set(rows) | set(found["absent"])
         # three matrices, a multiply and an add each, forward once and backward twice
         assert rows["mode, loop"]["flops"] == 64 * top_k * (3 * 2 * 16 * 16) * 3
         assert rows["mode, no-op share 0.5"]["flops"] == rows["mode, loop"]["flops"] / 2
-        assert rows["mode, grouped_mm"]["times_ours"] == {"median": 1.0, "low": 1.0, "high": 1.0}
+        assert rows["mode, threads"]["times_ours"] == {"median": 1.0, "low": 1.0, "high": 1.0}
 
 
 def test_the_step_benchmark_counts_the_flops_of_the_routes_taken() -> None:
@@ -84,7 +91,7 @@ def test_the_memory_benchmark_has_a_process_for_every_model() -> None:
     code, found = figures(
         "tools/benchmark.py", "memory", "--tokens", "128", "--sequence_length", "64", "--layers", "2", *SMALL
     )
-    assert code == 0 and len(found["memory"]) == 5
+    assert code == 0 and len(found["memory"]) == 5 and found["options"]["repeats"] == 2
     assert all(row["lowest"] <= row["peak_bytes"] <= row["highest"] for row in found["memory"])
 
 
@@ -128,3 +135,44 @@ def test_growth_is_measured_for_tokens_experts_and_no_ops() -> None:
         ("no-op share", 4096, ["0", "0.25", "0.5", "0.75"]),
     ]
     assert all(each["rows"][0]["times_the_first"]["median"] == 1 for each in found["growth"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("layer --experts 1", "--experts: is 1, fewer than the 2 choices of a token"),
+        ("layer --tokens 0", "argument --tokens: is '0'; it must be a whole number of at least 1"),
+        ("layer --share 1.5", "argument --share: is '1.5'; it must be a number from 0 to below 1"),
+        ("layer --top_k 2", "--top_k: is for --grow"),
+        ("layer --repeats 1", "argument --repeats: is '1'; it must be a whole number of at least 2"),
+        ("layer --width 9 --tokens 8 --repeats 2", "could not be measured at these sizes"),
+        ("step --tokens 300 --sequence_length 256", "--tokens: is 300, not a multiple of --sequence_length 256"),
+        ("memory --tokens 300 --sequence_length 256", "--tokens: is 300, not a multiple of --sequence_length 256"),
+        ("step --layers 1", "depth.every"),
+        ("step --write nowhere/at/all.md", "--write: is nowhere/at/all.md, which is a folder or in none"),
+        ("profile --plot nowhere/at/all.png", "--plot: is nowhere/at/all.png, which is a folder or in none"),
+        ("dispatch --ranks 3 --experts 4", "--ranks: has 3, which does not divide --experts 4"),
+        ("dispatch --shares 1", "argument --shares: is '1'; it must be a number from 0 to below 1"),
+        ("decode --batches 0", "argument --batches: is '0'; it must be a whole number of at least 1"),
+    ],
+)
+def test_a_wrong_argument_is_named_in_one_line_before_anything_is_measured(arguments: str, words: str) -> None:
+    done = run("tools/benchmark.py", *arguments.split())
+    assert done.returncode == 2 and done.stdout == ""
+    assert words in done.stderr.strip().splitlines()[-1] and "Traceback" not in done.stderr
+
+
+def test_a_contender_that_fails_later_is_left_out_with_its_reason_and_the_others_go_on() -> None:
+    turns = iter(range(10))
+
+    def fails_at_the_third() -> None:
+        if next(turns) == 2:
+            raise MemoryError("no more\nof it")
+
+    sound, weak = Contender("sound", lambda: None), Contender("weak", fails_at_the_third)
+    failed: dict[str, str] = {}
+    seconds = take_turns([weak, sound], 5, quiet=True, failed=failed)
+    assert {name: len(each) for name, each in seconds.items()} == {"sound": 5}
+    assert failed == {"weak": "MemoryError: no more of it"}
+    with pytest.raises(ZeroDivisionError):  # of our own, it ends everything
+        take_turns([Contender("ours", lambda: 1 / 0)], 2, quiet=True)

@@ -11,6 +11,7 @@ import os
 import re
 import subprocess
 import sys
+import types
 from importlib.util import find_spec
 
 import pytest
@@ -82,6 +83,11 @@ def test_without_the_package_auto_takes_the_next_best_and_says_why(
 ):
     found, why = choose_backend("auto", device, dtype, widths)
     assert found == name and why.startswith(reason)
+
+
+def test_a_module_put_in_the_package_s_place_is_no_package(monkeypatch):
+    monkeypatch.setitem(sys.modules, "megablocks", types.ModuleType("megablocks"))  # it has no specification
+    assert choose_backend("auto", GPU, torch.bfloat16, (16, 24)) == ("grouped_mm", "megablocks is not installed")
 
 
 def test_with_the_package_auto_takes_it_where_it_works_and_else_says_why_not(monkeypatch):
@@ -196,6 +202,7 @@ def pins(name: str) -> dict[str, str]:
 def test_the_gpu_environment_differs_from_the_tested_one_in_torch_and_what_it_brings_alone():
     tested, gpu = pins("constraints.txt"), pins("constraints-gpu.txt")
     assert {name for name in tested.keys() & gpu.keys() if tested[name] != gpu[name]} == {"torch"}
+    assert not tested.keys() - gpu.keys(), "it has all that the extra `dev` asks for"
     brought = {name for name in gpu.keys() - tested.keys() if not re.match(r"nvidia-.*-cu12|cuda-", name)}
     assert brought == {"triton", "stanford-stk", "setuptools"}
 

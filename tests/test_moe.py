@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
 
 from mode.accounting import expert_capacity
 from mode.layers import SwiGLU
@@ -259,3 +260,26 @@ def test_a_tokens_rows_in_bfloat16_are_summed_before_they_are_rounded() -> None:
     x_TD = torch.zeros(20, 16, dtype=torch.bfloat16, requires_grad=True)
     gather_rows(x_TD, rows).backward(x_RD)
     assert torch.equal(x_TD.grad, expected_TD)
+
+
+@pytest.fixture
+def bfloat16_by_default():
+    torch.set_default_dtype(torch.bfloat16)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def test_without_no_ops_and_capacity_nothing_waits_for_the_device_to_learn_how_many_rows_there_are(
+    bfloat16_by_default,  # what torch's grouped product takes where there are no values
+):
+    """Fake tensors have shapes and no values: what needs a value to go on, as one that waits for a device, fails."""
+    config = make_config(experts={"num_no_ops": 0, "no_op_fraction": 0.0, "top_k": 2, "backend": "grouped_mm"})
+    with_no_ops = make_config(experts={"num_no_ops": 2, "no_op_fraction": 0.5, "backend": "grouped_mm"})
+    with FakeTensorMode():
+        x_TD = torch.randn(12, config.model.width, requires_grad=True)
+        layer = MoELayer(config.experts, config.model.width)
+        out_TD, _ = layer(x_TD)
+        out_TD.sum().backward()
+        assert x_TD.grad.shape == x_TD.shape and layer.experts.w1.grad.shape == layer.experts.w1.shape
+        with pytest.raises(DynamicOutputShapeException):  # how many are no-ops only the device knows
+            MoELayer(with_no_ops.experts, config.model.width)(x_TD)

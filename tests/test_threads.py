@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import threading
 import time
 
@@ -209,3 +210,16 @@ def test_it_is_refused_on_other_devices():
         experts = MoELayer(config.experts, config.model.width).experts
         with pytest.raises(ConfigError, match="this is a meta device"):
             experts(torch.empty(4, 16), torch.tensor([1, 1, 1, 1]))
+
+
+def test_a_forked_process_has_threads_of_its_own():
+    """Of the parent's none is there: waiting for one would never end."""
+    assert len({thread for _, thread, _ in watch(5, 5, 5)}) == 3
+    child = multiprocessing.get_context("fork").Process(target=watch, args=(5, 5, 5))
+    child.start()
+    child.join(60)
+    hangs = child.is_alive()
+    if hangs:
+        child.kill()
+        child.join()
+    assert not hangs and child.exitcode == 0

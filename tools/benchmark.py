@@ -16,8 +16,10 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
+TURNS, PROCESSES = 20, 3  # what --repeats is unless it is given; a process for each peak of memory
 COMMANDS = {
     "layer": "one expert layer beside its peers and the dense limit; --grow: with more tokens and experts",
     "step": "a training step of MoE and MoDE models, and a depth-routed block beside a full one",
@@ -33,29 +35,54 @@ def main(arguments: list[str] | None = None) -> int:
 
     share_the_cores()  # as training does, and before torch is imported
     keep_freed_memory()
-    from benchmarks import decode, dispatch, layer, memory, profile, step
+    from mode.tooling import output_for_figures_alone, whole_number
+
+    with output_for_figures_alone():
+        from benchmarks import decode, dispatch, layer, memory, profile, step
+    from mode.section import ConfigError
 
     modules = {
         **{"layer": layer, "step": step, "profile": profile},
         **{"memory": memory, "dispatch": dispatch, "decode": decode},
     }
+
+    def spread(text: str) -> int:
+        return whole_number(text, least=2)
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     for name, about in COMMANDS.items():
         command = commands.add_parser(name, help=about, description=modules[name].__doc__)
         modules[name].add_arguments(command)
-        command.add_argument("--repeats", type=int, default=20, help="turns that count (default: 20)")
+        repeats = PROCESSES if name == "memory" else TURNS
+        command.add_argument(
+            "--repeats", type=spread, default=repeats, help=f"turns that count, at least 2 (default: {repeats})"
+        )
         command.add_argument("--json", action="store_true", help="print the figures as JSON")
         command.add_argument("--write", metavar="FILE", help="write the table there as Markdown")
     options = parser.parse_args(arguments)
-    if options.repeats < 2:
-        parser.error(f"--repeats is {options.repeats}; a spread needs at least 2")
-    figures = modules[options.command].measure(options)
+    check_outputs(parser, options)
+    try:
+        with output_for_figures_alone():
+            figures = modules[options.command].measure(options)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     text = modules[options.command].table(figures)
     print(json.dumps(figures, indent=1) if options.json else text)
     if options.write:
         Path(options.write).write_text(text + "\n")
     return 0
+
+
+def check_outputs(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """What cannot be written is refused before anything is measured."""
+    plot = getattr(options, "plot", None)
+    for name, path in (("--write", options.write), ("--plot", plot)):
+        if path is not None and (Path(path).is_dir() or not Path(path).absolute().parent.is_dir()):
+            parser.error(f"{name}: is {path}, which is a folder or in none; name a file in a folder that exists")
+    if plot is not None and find_spec("matplotlib") is None:
+        parser.error('--plot: needs matplotlib; pip install -e ".[plots]"')
 
 
 if __name__ == "__main__":

@@ -173,9 +173,9 @@ def render(figures: dict[str, Any]) -> str:
     rows.append(("text", f"{figures['sequences']} held-out sequences"))
     if figures["gain"] <= 0:
         return table(rows) + "\n\n  the larger model gains nothing: there is nothing to divide"
-    header = ["tokens chosen by", *(f"{capacity:.1%}" for capacity in figures["capacities"])]
+    header = ["the best by", *(f"{capacity:.1%}" for capacity in figures["capacities"])]
     width = max(len(header[0]), *(len(words) for words in KINDS.values()))
-    lines = ["share of the gain that lies on the best", _line(header, width)]
+    lines = ["share of the gain that lies on so many of the tokens", _line(header, width)]
     for kind, words in KINDS.items():
         lines.append(_line([words, *(f"{share:.1%}" for share in figures["shares_of_the_gain"][kind])], width))
     return table(rows) + "\n\n" + "\n".join(f"  {line}" for line in lines)

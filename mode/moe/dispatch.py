@@ -7,6 +7,7 @@ nothing is ever scattered. Knows neither how choices were made nor what an exper
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,21 +46,28 @@ class Sorted(Dispatched):
 
 
 class LocalDispatcher:
-    """All experts are on this rank."""
+    """All experts are on this rank.
+
+    Where `all_processed`, without no-ops and capacity, there are T x K rows, and nothing waits for the device.
+    Otherwise it must be asked how many there are.
+    """
+
+    def __init__(self, all_processed: bool = False) -> None:
+        self.find: Callable[[ExpertRouting], Tensor] = _all_of_them if all_processed else _processed_ones
 
     def dispatch(self, x_TD: Tensor, routing: ExpertRouting) -> Dispatched:
         return self.sort(x_TD, routing)
 
     def sort(self, x_TD: Tensor, routing: ExpertRouting) -> Sorted:
         top_k = routing.choices_TK.shape[1]
-        assignments_R = routing.processed_TK.flatten().nonzero().squeeze(1)
+        assignments_R = self.find(routing)
         experts_R, order_R = routing.choices_TK.flatten()[assignments_R].sort(stable=True)
         assignments_R = assignments_R[order_R]
         counts_T = routing.processed_TK.sum(dim=1)
         rows = Rows(assignments_R // top_k, inverse(order_R), counts_T.cumsum(0) - counts_T)
         return Sorted(
             x_QD=gather_rows(x_TD, rows),
-            counts_e=torch.bincount(experts_R, minlength=routing.num_experts),
+            counts_e=_counts(experts_R, routing.num_experts),
             gates_R=routing.gates_TK.flatten()[assignments_R],
             rows=rows,
         )
@@ -68,6 +76,20 @@ class LocalDispatcher:
         """Sums each token's gated expert outputs; a token without any gets exactly zero."""
         assert isinstance(sent, Sorted)
         return sum_rows(out_QD, sent.gates_R, sent.rows)
+
+
+def _all_of_them(routing: ExpertRouting) -> Tensor:
+    return torch.arange(routing.choices_TK.numel(), device=routing.choices_TK.device)
+
+
+def _processed_ones(routing: ExpertRouting) -> Tensor:
+    return routing.processed_TK.flatten().nonzero().squeeze(1)
+
+
+def _counts(experts_R: Tensor, num_experts: int) -> Tensor:
+    """How many rows each expert has, of sorted ones. `bincount` would wait for the device to learn the largest."""
+    edges_E = torch.arange(num_experts + 1, device=experts_R.device)
+    return torch.searchsorted(experts_R, edges_E).diff()
 
 
 def inverse(order_R: Tensor) -> Tensor:

@@ -13,10 +13,16 @@ from mode.moe.router import build_expert_router
 from mode.routing import ExpertRouting
 
 
+def processes_all(config: ExpertsConfig) -> bool:
+    """Whether every choice is computed: there is no no-op to choose and no capacity to exceed."""
+    return config.num_no_ops == 0 and config.capacity_factor is None
+
+
 def build_dispatcher(config: ExpertsConfig) -> LocalDispatcher:
     """MegaBlocks' own where it fits: with no-ops or a capacity it would copy what nobody computes."""
-    all_processed = config.num_no_ops == 0 and config.capacity_factor is None
-    return MegaBlocksDispatcher() if config.backend == "megablocks" and all_processed else LocalDispatcher()
+    if config.backend == "megablocks" and processes_all(config):
+        return MegaBlocksDispatcher(all_processed=True)
+    return LocalDispatcher(processes_all(config))
 
 
 class SharedExperts(SwiGLU):

@@ -42,7 +42,7 @@ from torch import Tensor, distributed, nn
 from mode.config import ExpertsConfig
 from mode.moe.dispatch import Dispatched, LocalDispatcher, Sorted, inverse, permute
 from mode.moe.experts import Experts
-from mode.moe.layer import MoELayer
+from mode.moe.layer import MoELayer, processes_all
 from mode.routing import ExpertRouting
 from mode.section import ConfigError
 
@@ -62,7 +62,8 @@ class Exchanged(Sorted):
 class ParallelDispatcher(LocalDispatcher):
     """The experts are spread over the ranks of `group`, in order, as many on each."""
 
-    def __init__(self, group: distributed.ProcessGroup) -> None:
+    def __init__(self, group: distributed.ProcessGroup, all_processed: bool) -> None:
+        super().__init__(all_processed)
         self.group = group
         self.num_ranks = distributed.get_world_size(group)
 
@@ -105,6 +106,7 @@ class ParallelMoELayer(MoELayer, AutoEPMoELayer):
         num_local = config.num_experts // config.ep_size
         experts = Experts(num_local, width, config.width, config.backend, first=ep_rank * num_local)
         MoELayer.__init__(self, config, width, experts)
+        self.all_processed = processes_all(config)
         self._set_attributes_the_engine_reads(config, width, ep_rank)
         self._mark_parameters()
 
@@ -117,7 +119,7 @@ class ParallelMoELayer(MoELayer, AutoEPMoELayer):
                 "is true; consecutive ranks must form an expert-parallel group: leave it out",
             )
         if self.ep_size > 1:
-            self.dispatcher = ParallelDispatcher(self.ep_group)
+            self.dispatcher = ParallelDispatcher(self.ep_group, self.all_processed)
 
     def _set_attributes_the_engine_reads(self, config: ExpertsConfig, width: int, ep_rank: int) -> None:
         self.ep_size, self.ep_rank = config.ep_size, ep_rank

@@ -23,15 +23,16 @@ from mode.depth.router import LearnedRouter
 from mode.generation.cached import CachedDecoder
 from mode.generation.prompts import Prompts
 from mode.model.transformer import ModeTransformer
+from mode.tooling import positive_integer
 
 VARIANTS = ("dense", "moe", "mod", "mode_staged", "mode_integrated", "mode")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     models.add_arguments(parser)
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 16])
-    parser.add_argument("--contexts", type=int, nargs="+", default=[128, 512, 2048])
-    parser.add_argument("--steps", type=int, default=8, help="tokens that are decoded in one turn")
+    parser.add_argument("--batches", type=positive_integer, nargs="+", default=[1, 16])
+    parser.add_argument("--contexts", type=positive_integer, nargs="+", default=[128, 512, 2048])
+    parser.add_argument("--steps", type=positive_integer, default=8, help="tokens that are decoded in one turn")
 
 
 def config_of(variant: str, options: argparse.Namespace, context: int) -> ModeConfig:

@@ -14,6 +14,8 @@ from torch import Tensor, distributed
 from benchmarks.layers import (
     CAPACITY,
     Sizes,
+    a_share,
+    check_choices,
     hold_share,
     native_layer,
     our_config,
@@ -24,14 +26,16 @@ from benchmarks.turns import ratio, show_ratio, take_turns
 from mode import accounting
 from mode.accounting import BlockCounts
 from mode.host import keep_freed_memory
+from mode.section import ConfigError
+from mode.tooling import positive_integer
 from mode.training.engine import start_process_group
 from mode.training.local_ranks import run_on_ranks
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     Sizes.add_arguments(parser, tokens=2048)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--shares", type=float, nargs="+", default=[0.0, 0.25, 0.5, 0.75], metavar="SHARE")
+    parser.add_argument("--ranks", type=positive_integer, nargs="+", default=[2, 4])
+    parser.add_argument("--shares", type=a_share, nargs="+", default=[0.0, 0.25, 0.5, 0.75], metavar="SHARE")
 
 
 def dispatch_on_a_rank(sizes: Sizes, shares: list[float], repeats: int) -> list[dict[str, Any]]:
@@ -88,6 +92,10 @@ def bytes_sent(run: Callable[[], None]) -> list[int]:
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     sizes = Sizes.read(options)
+    check_choices(sizes)
+    for num_ranks in options.ranks:
+        if sizes.experts % num_ranks:
+            raise ConfigError("--ranks", f"has {num_ranks}, which does not divide --experts {sizes.experts}")
     rows = []
     for num_ranks in options.ranks:
         print(f"{num_ranks} ranks ...", file=sys.stderr)
@@ -121,7 +129,7 @@ def table(figures: dict[str, Any]) -> str:
         f"One expert layer, forward and backward, fp32: {settings['tokens']} tokens a rank, width {settings['width']}, "
         f"{settings['experts']} experts of width {settings['hidden']}, top-{settings['top_k']}; four all-to-alls, all "
         f"ranks together. DeepSpeed's own layer at capacity {CAPACITY} and, reduced, at {CAPACITY} x (1 - share), "
-        "where it drops what does not fit.",
+        f"where it drops what does not fit. Median of {figures['repeats']} turns.",
         "",
         "| ranks | no-op share | MB sent | accounting | DeepSpeed | reduced | ms | DeepSpeed | reduced | times ours |",
         "|---|---|---|---|---|---|---|---|---|---|",

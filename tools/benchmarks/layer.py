@@ -10,8 +10,19 @@ import dataclasses
 import statistics
 from typing import Any
 
-from benchmarks.layers import Sizes, expert_contenders, hold_share, our_layer, ours, training_contender
+from benchmarks.layers import (
+    Sizes,
+    a_share,
+    check_choices,
+    expert_contenders,
+    hold_share,
+    our_layer,
+    ours,
+    training_contender,
+)
 from benchmarks.turns import gemm_peak, ratio, show_ratio, take_turns
+from mode.section import ConfigError
+from mode.tooling import positive_integer
 from mode.training.engine import start_process_group
 
 LIMIT = "dense SwiGLU"
@@ -26,14 +37,19 @@ GROWTH: tuple[tuple[str, list[float], dict[str, int]], ...] = (  # what grows, t
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     Sizes.add_arguments(parser)
-    parser.add_argument("--choices", type=int, nargs="+", default=[1, 2], metavar="K", help="instead of --top_k")
-    parser.add_argument("--share", type=float, default=0.5, help="no-op share of the contender that has no-ops")
+    parser.set_defaults(top_k=None)  # for --grow alone
+    parser.add_argument("--choices", type=positive_integer, nargs="+", default=[1, 2], metavar="K", help="of a token")
+    parser.add_argument("--share", type=a_share, default=0.5, help="no-op share of the contender that has no-ops")
     parser.add_argument("--grow", action="store_true", help="measure our layer at growing sizes instead")
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
+    if options.top_k is not None and not options.grow:
+        raise ConfigError("--top_k", "is for --grow; without it name --choices")
+    sizes = dataclasses.replace(Sizes.read(options), top_k=options.top_k or 1)
+    for top_k in [sizes.top_k] if options.grow else options.choices:
+        check_choices(dataclasses.replace(sizes, top_k=top_k))
     start_process_group()
-    sizes = Sizes.read(options)
     if options.grow:
         growth = [grow(sizes, *what, options.repeats) for what in GROWTH]
         return {"growth": growth, "sizes": vars(sizes), "repeats": options.repeats}
@@ -43,7 +59,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         sized = dataclasses.replace(sizes, top_k=top_k)
         contenders, missing = expert_contenders(sized, options.share)
         absent |= missing
-        seconds = take_turns(contenders, options.repeats)
+        seconds = take_turns(contenders, options.repeats, failed=absent)
+        for needed in (ours(sized), LIMIT):
+            if needed not in seconds:
+                raise ConfigError(needed, f"could not be measured at these sizes: {absent[needed]}")
         flops = 3 * 6 * sized.tokens * top_k * sized.width * sized.hidden  # of the experts; backward is twice forward
         for name, found in seconds.items():
             share = options.share if "share" in name else 0.0
@@ -57,7 +76,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                     "times_the_limit": ratio(found, seconds[LIMIT]),
                 }
             )
-    return {"layer": rows, "absent": absent, "sizes": vars(sizes), "repeats": options.repeats, "gemm_peak": gemm_peak()}
+    shape = {name: value for name, value in vars(sizes).items() if name != "top_k"}  # every row has its own
+    return {"layer": rows, "absent": absent, "sizes": shape, "repeats": options.repeats, "gemm_peak": gemm_peak()}
 
 
 def grow(sizes: Sizes, name: str, values: list[float], fixed: dict[str, int], repeats: int) -> dict[str, Any]:

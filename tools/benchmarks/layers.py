@@ -15,13 +15,15 @@ from deepspeed.moe.ep_experts import GroupedExperts
 from deepspeed.moe.layer import MoE
 from torch import Tensor, distributed, nn
 
-from benchmarks.turns import Contender
+from benchmarks.turns import Contender, why
 from mode.config import ModeConfig
 from mode.layers import SwiGLU
 from mode.moe.backends import PREFERENCE, choose_backend
 from mode.moe.layer import MoELayer
 from mode.moe.parallel import ParallelMoELayer
 from mode.moe.router import BiasedExpertRouter
+from mode.section import ConfigError
+from mode.tooling import positive_integer
 
 Layer = TypeVar("Layer", bound=nn.Module)
 CAPACITY = 1.25  # of DeepSpeed's own layer: the usual choice
@@ -38,7 +40,7 @@ class Sizes:
     @staticmethod
     def add_arguments(parser: argparse.ArgumentParser, **defaults: int) -> None:
         for name, default in (vars(Sizes()) | defaults).items():
-            parser.add_argument(f"--{name}", type=int, default=default)
+            parser.add_argument(f"--{name}", type=positive_integer, default=default)
 
     @staticmethod
     def read(options: argparse.Namespace) -> Sizes:
@@ -46,6 +48,22 @@ class Sizes:
 
     def tokens_TD(self, seed: int = 0) -> Tensor:
         return torch.randn(self.tokens, self.width, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+
+
+def a_share(text: str) -> float:
+    """An argument: a share of the choices that no-ops get."""
+    try:
+        share = float(text)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share < 1:
+        raise argparse.ArgumentTypeError(f"is {text!r}; it must be a number from 0 to below 1")
+    return share
+
+
+def check_choices(sizes: Sizes) -> None:
+    if sizes.top_k > sizes.experts:
+        raise ConfigError("--experts", f"is {sizes.experts}, fewer than the {sizes.top_k} choices of a token")
 
 
 def our_config(sizes: Sizes, share: float = 0.0, backend: str = "auto", ep_size: int = 1) -> ModeConfig:
@@ -186,11 +204,15 @@ def training_contender(name: str, layer: nn.Module, x_TD: Tensor) -> Contender:
 def expert_contenders(sizes: Sizes, share: float) -> tuple[list[Contender], dict[str, str]]:
     """All that can run here, and why the others cannot."""
     x_TD = sizes.tokens_TD()
-    with_no_ops = our_layer(sizes, share)
-    hold_share(with_no_ops, share, x_TD.detach())
+
+    def with_no_ops() -> MoELayer:
+        layer = our_layer(sizes, share)
+        hold_share(layer, share, x_TD.detach())
+        return layer
+
     makers: dict[str, Callable[[], nn.Module]] = {
         **{f"mode, {backend}": partial(our_layer, sizes, backend=backend) for backend in PREFERENCE},
-        f"mode, no-op share {share:g}": lambda: with_no_ops,
+        f"mode, no-op share {share:g}": with_no_ops,
         "deepspeed.moe.layer.MoE": partial(native_layer, sizes),
         "deepspeed AutoEP experts": lambda: with_weights(AutoEPExperts(sizes)),
         "transformers Mixtral": lambda: with_weights(Mixtral(sizes)),
@@ -203,5 +225,5 @@ def expert_contenders(sizes: Sizes, share: float) -> tuple[list[Contender], dict
             contender.run()
             contenders.append(contender)
         except Exception as error:  # somebody else's code: whatever it raises is what is reported
-            absent[name] = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            absent[name] = why(error)
     return contenders, absent

@@ -51,9 +51,14 @@ def resident() -> int:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
+    models.run_config("mode", options)  # refuses here what it would refuse in every process
+    found: dict[str, list[float]] = {name: [] for name in (*models.VARIANTS, NATIVE)}
+    for _ in range(options.repeats):
+        for name, peaks in found.items():
+            peaks.append(run_on_ranks(peak_of_steps, 1, name, options)[0])
     rows = []
-    for name in (*models.VARIANTS, NATIVE):
-        peaks = [run_on_ranks(peak_of_steps, 1, name, options)[0] for _ in range(min(options.repeats, 3))]
+    for name in found:
+        peaks = found[name]
         rows.append(
             {"model": name, "peak_bytes": statistics.median(peaks), "lowest": min(peaks), "highest": max(peaks)}
         )
@@ -65,7 +70,8 @@ def table(figures: dict[str, Any]) -> str:
     full = next(row["peak_bytes"] for row in figures["memory"] if row["model"] == "moe")
     lines = [
         f"Peak of a training step of {options['layers']} layers, width {options['width']}, {options['experts']} "
-        f"experts, {options['tokens']} tokens, fp32, above the built model; median of 3 processes.",
+        f"experts, {options['tokens']} tokens, fp32, above the built model; median of "
+        f"{options['repeats']} processes.",
         "",
         "| model | MB | range | of moe |",
         "|---|---|---|---|",

@@ -15,6 +15,8 @@ from mode.config_file import RunConfig, run_config_from_dict
 from mode.data import Batch
 from mode.model.transformer import ModeTransformer
 from mode.moe.backends import PREFERENCE
+from mode.section import ConfigError
+from mode.tooling import positive_integer
 
 DEPTH = {"capacity_fraction": 0.125, "predictor": {"width": 64}}
 NO_OPS = {"no_op_fraction": 0.5, "balance_bias": {"rate": 0.02}}
@@ -29,14 +31,19 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {  # of expe
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     Sizes.add_arguments(parser, tokens=12288)
     for name, default in (("layers", 8), ("sequence_length", 256), ("vocabulary", 1024)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--backend", choices=["auto", *PREFERENCE], default="auto", help="what computes the experts")
+        parser.add_argument(f"--{name}", type=positive_integer, default=default)
+    backends = ["auto", *(name for name in PREFERENCE if name != "megablocks")]  # which knows no fp32
+    parser.add_argument("--backend", choices=backends, default="auto", help="what computes the experts")
 
 
 def run_config(variant: str, options: argparse.Namespace) -> RunConfig:
     experts, depth = VARIANTS[variant]
     no_ops = {"num_no_ops": options.experts} if "no_op_fraction" in experts else {}
-    rows = options.tokens // options.sequence_length
+    rows, rest = divmod(options.tokens, options.sequence_length)
+    if rest:
+        raise ConfigError(
+            "--tokens", f"is {options.tokens}, not a multiple of --sequence_length {options.sequence_length}"
+        )
     return run_config_from_dict(
         {
             "train_batch_size": rows,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import models
-from benchmarks.turns import Contender, ratio, show_ratio, take_turns
+from benchmarks.turns import Contender, ratio, show_ratio, take_turns, why
 from mode.config import ModeConfig
 from mode.model.block import Block, DepthRoutedBlock
 from mode.model.rope import rope_tables
@@ -136,8 +136,8 @@ def measure_blocks(options: argparse.Namespace) -> tuple[list[dict[str, Any]], d
         contender.run()
         contenders.append(contender)
     except Exception as error:  # not installed, or it fails: either is reported
-        absent["mixture-of-depth"] = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-    seconds = take_turns(contenders, options.repeats)
+        absent["mixture-of-depth"] = why(error)
+    seconds = take_turns(contenders, options.repeats, failed=absent)
     return [
         {
             "block": name,

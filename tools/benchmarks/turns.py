@@ -25,20 +25,41 @@ def nothing() -> None:
 
 
 def take_turns(
-    contenders: Sequence[Contender], repeats: int, before: Callable[[], None] = nothing, quiet: bool = False
+    contenders: Sequence[Contender],
+    repeats: int,
+    before: Callable[[], None] = nothing,
+    quiet: bool = False,
+    failed: dict[str, str] | None = None,
 ) -> dict[str, list[float]]:
-    """Seconds of every run; a first round of all of them is left out, to warm up. `before` comes around each."""
+    """Seconds of every run; a first round of all of them is left out, to warm up. `before` comes around each.
+
+    With `failed`, a contender that raises is left out and its reason put there; without, it ends everything.
+    """
     seconds: dict[str, list[float]] = {contender.name: [] for contender in contenders}
     for turn in tqdm(range(repeats + 1), desc="turns", leave=False, disable=quiet or None):
         for contender in contenders:
+            if contender.name not in seconds:
+                continue
             contender.reset()
             before()
             started = time.perf_counter()
-            contender.run()
+            try:
+                contender.run()
+            except Exception as error:  # somebody else's code: whatever it raises is what is reported
+                if failed is None:
+                    raise
+                failed[contender.name] = why(error)
+                del seconds[contender.name]
+                continue
             before()
             if turn:
                 seconds[contender.name].append(time.perf_counter() - started)
     return seconds
+
+
+def why(error: Exception) -> str:
+    """In one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:200]
 
 
 def ratio(over: Sequence[float], under: Sequence[float]) -> dict[str, float]:

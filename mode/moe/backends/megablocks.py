@@ -71,8 +71,15 @@ def check_usable(device: torch.device, dtype: torch.dtype) -> None:
 
 def _check_installed() -> None:
     for name in ("megablocks", "grouped_gemm"):
-        if find_spec(name) is None:
+        if not _is_installed(name):
             raise Lack(f"{name} is not installed", f'{INSTALL}, or use "auto"')
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        return find_spec(name) is not None
+    except ValueError:  # a module that somebody put in its place has no specification
+        return False
 
 
 def _check_dtype(dtype: torch.dtype) -> None:

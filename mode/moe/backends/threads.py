@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import heapq
+import os
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
 
@@ -47,7 +48,7 @@ def side_by_side(work: Work, counts: list[int]) -> None:
             for expert in waiting:
                 work(expert)
 
-    helpers = [_helpers(cores).submit(take) for _ in range(cores)]
+    helpers = [_helpers(cores, os.getpid()).submit(take) for _ in range(cores)]
     for problem in [helper.exception() for helper in helpers]:  # of all, so that none is still at work
         if problem is not None:
             raise problem
@@ -62,8 +63,11 @@ def _evenly_busy(counts: list[int], cores: int) -> bool:
 
 
 @functools.cache
-def _helpers(count: int) -> ThreadPoolExecutor:
-    """Threads that wait for work as long as the process lives; the products within one are not divided further."""
+def _helpers(count: int, process: int) -> ThreadPoolExecutor:
+    """Threads that wait for work as long as `process` lives; the products within one are not divided further.
+
+    A forked process inherits this table, but no thread: it makes its own.
+    """
     all_there = Barrier(count)
 
     def begin() -> None:
