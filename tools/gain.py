@@ -119,11 +119,11 @@ def predict(
         for batch in validation_batches(rows, batch_size=batch_size, end_of_text=end_of_text):
             inputs = model_inputs(batch, torch.device(device))
             logits_BLV = model(**inputs, causal=True).logits
-            losses_BL = token_losses(logits_BLV, inputs["input_ids"])
+            losses_BL = token_losses(logits_BLV, batch.input_ids.to(device))
             log_scores_BLV = logits_BLV[:, :-1].double().log_softmax(dim=-1)
             entropy_BL = -(log_scores_BLV.exp() * log_scores_BLV).sum(dim=-1)
             real = int(batch.weights.sum())  # rows that fill up the last batch weigh nothing
-            found.append(tuple(x[:real].cpu() for x in (batch.input_ids[:, :-1], losses_BL.double(), entropy_BL)))
+            found.append((batch.input_ids[:real, :-1], losses_BL[:real].double().cpu(), entropy_BL[:real].cpu()))
             bar.update(real)
     ids_BL, losses_BL, entropy_BL = (torch.cat(parts) for parts in zip(*found, strict=True))
     return ids_BL, losses_BL, entropy_BL

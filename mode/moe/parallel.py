@@ -106,7 +106,6 @@ class ParallelMoELayer(MoELayer, AutoEPMoELayer):
         num_local = config.num_experts // config.ep_size
         experts = Experts(num_local, width, config.width, config.backend, first=ep_rank * num_local)
         MoELayer.__init__(self, config, width, experts)
-        self.all_processed = processes_all(config)
         self._set_attributes_the_engine_reads(config, width, ep_rank)
         self._mark_parameters()
 
@@ -119,7 +118,7 @@ class ParallelMoELayer(MoELayer, AutoEPMoELayer):
                 "is true; consecutive ranks must form an expert-parallel group: leave it out",
             )
         if self.ep_size > 1:
-            self.dispatcher = ParallelDispatcher(self.ep_group, self.all_processed)
+            self.dispatcher = ParallelDispatcher(self.ep_group, processes_all(self.router.config))
 
     def _set_attributes_the_engine_reads(self, config: ExpertsConfig, width: int, ep_rank: int) -> None:
         self.ep_size, self.ep_rank = config.ep_size, ep_rank
