@@ -28,19 +28,22 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: the ranks share this machine's cores
 
-import deepspeed
-import numpy as np
-import torch
-from torch import Tensor, distributed
-from tqdm import tqdm
+from mode.tooling import output_for_figures_alone
 
-from mode.config_file import RunConfig, run_config_from_dict
-from mode.data import TrainLoader
-from mode.moe.parallel import ParallelMoELayer
-from mode.routing import BlockRouting
-from mode.training.engine import build_engine, build_model, device, start_process_group
-from mode.training.local_ranks import run_on_ranks
-from mode.training.step import Step, optimizer_step
+with output_for_figures_alone():
+    import deepspeed
+    import numpy as np
+    import torch
+    from torch import Tensor, distributed
+    from tqdm import tqdm
+
+    from mode.config_file import RunConfig, run_config_from_dict
+    from mode.data import TrainLoader
+    from mode.moe.parallel import ParallelMoELayer
+    from mode.routing import BlockRouting
+    from mode.training.engine import build_engine, build_model, device, start_process_group
+    from mode.training.local_ranks import run_on_ranks
+    from mode.training.step import Step, optimizer_step
 
 BATCH, LENGTH, VOCABULARY = 8, 16, 64
 STAGES = (0, 1, 2, 3)
@@ -295,9 +298,10 @@ def main(arguments: list[str] | None = None) -> int:
     cases = [replace(case, steps=options.steps) for case in cases]
     references = list(dict.fromkeys(case.reference() for case in cases))
     started = time.perf_counter()
-    expected = run_cases(references, 1, "one process")
-    cases = [replace(case, seed=expected[case.reference()].seed) for case in cases]
-    found = run_cases(cases, options.ranks, f"{options.ranks} ranks")
+    with output_for_figures_alone():
+        expected = run_cases(references, 1, "one process")
+        cases = [replace(case, seed=expected[case.reference()].seed) for case in cases]
+        found = run_cases(cases, options.ranks, f"{options.ranks} ranks")
     results = []
     for case in cases:
         outcome, reference = found[case], expected[case.reference()]
