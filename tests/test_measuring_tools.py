@@ -56,6 +56,8 @@ def test_bytes_sent_equal_the_accounting_and_are_less_than_deepspeeds_own() -> N
         real = 2 * 96 * 2 * (1 - row["no_op_share"])  # ranks x tokens x choices
         assert row["bytes"] == row["accounting"] == pytest.approx(4 * real * 16 * 4)  # all-to-alls x width x float32
         assert row["bytes"] < row["native_bytes"]
+        assert row["flops"] == pytest.approx(real * (3 * 2 * 16 * 16) * 3)
+    assert found["gemm_peak"] > 0
 
 
 SMALL = ("--width", "16", "--hidden", "16", "--experts", "4", "--repeats", "2")
@@ -72,6 +74,10 @@ def test_the_layer_benchmark_measures_all_that_is_here_and_names_what_is_not() -
         # three matrices, a multiply and an add each, forward once and backward twice
         assert rows["mode, loop"]["flops"] == 64 * top_k * (3 * 2 * 16 * 16) * 3
         assert rows["mode, no-op share 0.5"]["flops"] == rows["mode, loop"]["flops"] / 2
+        in_and_out = 4 * 64 * 16 * 4  # inputs, outputs and their gradients x tokens x width x float32
+        weights = 3 * (3 * 16 * 16) * 4  # of one expert, read twice and their gradients written
+        assert rows["mode, loop"]["least_bytes"] == in_and_out + 4 * weights
+        assert rows["dense SwiGLU"]["least_bytes"] == in_and_out + top_k * weights
         assert rows["mode, threads"]["times_ours"] == {"median": 1.0, "low": 1.0, "high": 1.0}
 
 
@@ -84,6 +90,8 @@ def test_the_step_benchmark_counts_the_flops_of_the_routes_taken() -> None:
     assert rows["moe"]["flops"] > rows["mode_integrated"]["flops"] > rows["mode"]["flops"]
     for row in rows.values():
         assert row["times_fewer_flops"] == pytest.approx(rows["moe"]["flops"] / row["flops"])
+        assert row["state_bytes"] >= 16 * 4 * 4 * (3 * 16 * 16)  # experts of 4 layers: weights, gradients, two moments
+    assert found["gemm_peak"] > 0
     assert [row["block"] for row in found["blocks"]][:2] == ["full block", "depth-routed, 12.5%"]
 
 
@@ -122,6 +130,7 @@ def test_the_decode_benchmark_counts_flops_and_cache() -> None:
             assert row["cache_bytes"] % per_slot == 0 and row["cache_bytes"] >= 256 * per_slot
         else:
             assert row["cache_bytes"] < rows[batch, "moe"]["cache_bytes"]
+    assert rows[1, "moe"]["flops_per_token"] > rows[1, "mode_staged"]["flops_per_token"] > 0 < found["gemm_peak"]
     assert rows[1, "moe"]["times_fewer_flops"] == 1 and rows[1, "mode_staged"]["times_fewer_flops"] > 1
 
 
@@ -135,6 +144,10 @@ def test_growth_is_measured_for_tokens_experts_and_no_ops() -> None:
         ("no-op share", 4096, ["0", "0.25", "0.5", "0.75"]),
     ]
     assert all(each["rows"][0]["times_the_first"]["median"] == 1 for each in found["growth"])
+    tokens, experts, _, shares = (each["rows"] for each in found["growth"])
+    assert tokens[4]["flops"] == 16 * tokens[0]["flops"] and shares[2]["flops"] == shares[0]["flops"] / 2
+    more = experts[3]["least_bytes"] - experts[0]["least_bytes"]
+    assert experts[3]["flops"] == experts[0]["flops"] and more == 56 * 4 * 3 * (3 * 8 * 8)
 
 
 @pytest.mark.parametrize(

@@ -61,14 +61,14 @@ class LocalDispatcher:
     def sort(self, x_TD: Tensor, routing: ExpertRouting) -> Sorted:
         top_k = routing.choices_TK.shape[1]
         assignments_R = self.find(routing)
-        experts_R, order_R = routing.choices_TK.flatten()[assignments_R].sort(stable=True)
-        assignments_R = assignments_R[order_R]
+        experts_R, order_R = routing.choices_TK.flatten().index_select(0, assignments_R).sort(stable=True)
+        assignments_R = assignments_R.index_select(0, order_R)
         counts_T = routing.processed_TK.sum(dim=1)
         rows = Rows(assignments_R // top_k, inverse(order_R), counts_T.cumsum(0) - counts_T)
         return Sorted(
             x_QD=gather_rows(x_TD, rows),
             counts_e=_counts(experts_R, routing.num_experts),
-            gates_R=routing.gates_TK.flatten()[assignments_R],
+            gates_R=routing.gates_TK.flatten().index_select(0, assignments_R),
             rows=rows,
         )
 
@@ -124,7 +124,7 @@ class _GatherRows(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None]:
-        return _bags(grad_RD, ctx.rows), None
+        return _bags(grad_RD, ctx.rows.rows_R, ctx.rows.starts_T), None
 
 
 class _SumRows(torch.autograd.Function):
@@ -132,15 +132,19 @@ class _SumRows(torch.autograd.Function):
     def forward(ctx: Any, x_RD: Tensor, gates_R: Tensor, rows: Rows) -> Tensor:
         ctx.rows = rows
         ctx.save_for_backward(x_RD, gates_R)
-        return _bags(x_RD, rows, gates_R)
+        return _bags(x_RD, rows.rows_R, rows.starts_T, gates_R.index_select(0, rows.rows_R))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, Tensor, None]:
         x_RD, gates_R = ctx.saved_tensors
-        grad_RD = grad_TD.index_select(0, ctx.rows.tokens_R)
-        grad_gates_R = (at_least_float32(grad_RD) * x_RD).sum(dim=1)
-        return grad_RD.mul_(gates_R.unsqueeze(1)), grad_gates_R.to(gates_R.dtype), None
+        tokens_R, grad_TD = ctx.rows.tokens_R, grad_TD.contiguous()
+        each_R = torch.arange(len(tokens_R), device=tokens_R.device)  # every row a bag of its own
+        grad_x_RD = _bags(grad_TD, tokens_R, each_R, gates_R)
+        grad_gates_R = torch.ops.aten._embedding_bag_per_sample_weights_backward(
+            at_least_float32(x_RD), at_least_float32(grad_TD), tokens_R, each_R, each_R, 0
+        )
+        return grad_x_RD, grad_gates_R.to(gates_R.dtype), None
 
 
 class _Permute(torch.autograd.Function):
@@ -155,12 +159,13 @@ class _Permute(torch.autograd.Function):
         return grad_RD.index_select(0, inverse(ctx.order_R)), None
 
 
-def _bags(x_RD: Tensor, rows: Rows, gates_R: Tensor | None = None) -> Tensor:
-    """Every token's sum of its rows. Torch's embedding bag is just that, and several times faster than adding rows.
+def _bags(x_XD: Tensor, rows_A: Tensor, starts_Y: Tensor, weights_A: Tensor | None = None) -> Tensor:
+    """[Y, D]: sums of the rows of x that are listed in `rows_A`, bag after bag, each times its weight.
 
-    In float32 at least, rounded once: of bfloat16 rows torch's sum on a CPU is off by more than a rounding.
+    Torch's embedding bag is just that: several times faster than adding rows, and than a gather and a product. In
+    float32 at least, rounded once: of bfloat16 rows torch's sum on a CPU is off by more than a rounding.
     """
-    exact_RD = at_least_float32(x_RD)
-    weights_R = None if gates_R is None else gates_R[rows.rows_R].to(exact_RD.dtype)
-    summed_TD = F.embedding_bag(rows.rows_R, exact_RD, rows.starts_T, mode="sum", per_sample_weights=weights_R)
-    return summed_TD.to(x_RD.dtype)
+    exact_XD = at_least_float32(x_XD)
+    weights_A = None if weights_A is None else weights_A.to(exact_XD.dtype)
+    summed_YD = F.embedding_bag(rows_A, exact_XD, starts_Y, mode="sum", per_sample_weights=weights_A)
+    return summed_YD.to(x_XD.dtype)

@@ -16,7 +16,7 @@ import torch
 
 from benchmarks import models
 from benchmarks.step import settings
-from benchmarks.turns import Contender, ratio, show_ratio, take_turns
+from benchmarks.turns import Contender, gemm_peak, ratio, show_peak, show_ratio, take_turns
 from mode import accounting
 from mode.config import ModeConfig
 from mode.depth.router import LearnedRouter
@@ -90,7 +90,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             contenders = [Contender(name, partial(each.steps, options.steps)) for name, each in found.items()]
             seconds = take_turns(contenders, options.repeats)
             for name in VARIANTS:
-                fewer = flops_per_token(configs["moe"], context) / flops_per_token(configs[name], context)
+                flops = flops_per_token(configs[name], context)
+                fewer = flops_per_token(configs["moe"], context) / flops
                 faster = ratio(seconds["moe"], seconds[name])
                 rows.append(
                     {
@@ -98,13 +99,14 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                         "batch": batch,
                         "model": name,
                         "tokens_per_second": batch * options.steps / statistics.median(seconds[name]),
+                        "flops_per_token": flops,
                         "times_moe": faster,
                         "times_fewer_flops": fewer,
                         "kept_of_the_saving": faster["median"] / fewer,
                         "cache_bytes": found[name].decoder.num_bytes,
                     }
                 )
-    return {"decode": rows, "options": settings(options)}
+    return {"decode": rows, "options": settings(options), "gemm_peak": gemm_peak()}
 
 
 def table(figures: dict[str, Any]) -> str:
@@ -112,14 +114,16 @@ def table(figures: dict[str, Any]) -> str:
     lines = [
         f"Decoding with the cache, {options['layers']} layers, width {options['width']}, {options['experts']} "
         f"experts of width {options['hidden']}, top-{options['top_k']}, fp32; median of {options['repeats']} turns of "
-        f"{options['steps']} tokens.",
+        f"{options['steps']} tokens. {show_peak(figures['gemm_peak'])}",
         "",
-        "| context | batch | model | tokens/s | times moe's | times fewer FLOPs | of what FLOPs allow | cache MB |",
-        "|---|---|---|---|---|---|---|---|",
+        "| context | batch | model | tokens/s | MFLOP/token | times moe's | times fewer FLOPs | of what FLOPs allow "
+        "| cache MB |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in figures["decode"]:
         lines.append(
             f"| {row['context']} | {row['batch']} | {row['model']} | {row['tokens_per_second']:.0f} | "
+            f"{row['flops_per_token'] / 1e6:.2f} | "
             f"{show_ratio(row['times_moe'])} | {row['times_fewer_flops']:.2f} | {row['kept_of_the_saving']:.2f} | "
             f"{row['cache_bytes'] / 1e6:.2f} |"
         )

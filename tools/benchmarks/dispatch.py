@@ -22,7 +22,7 @@ from benchmarks.layers import (
     our_parallel_layer,
     training_contender,
 )
-from benchmarks.turns import ratio, show_ratio, take_turns
+from benchmarks.turns import gemm_peak, ratio, show_peak, show_ratio, take_turns
 from mode import accounting
 from mode.accounting import BlockCounts
 from mode.host import keep_freed_memory
@@ -109,6 +109,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                     "ranks": num_ranks,
                     "no_op_share": sum(rank["no_op"] for rank in ranks)
                     / sum(rank["no_op"] + rank["processed"] for rank in ranks),
+                    "flops": 3 * 6 * sum(rank["processed"] for rank in ranks) * sizes.width * sizes.hidden,
                     "bytes": ours,
                     "accounting": 4 * sum(rank["accounting"] for rank in ranks),
                     "native_bytes": native,
@@ -120,7 +121,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                     "times_native_reduced": ratio(seconds["deepspeed, reduced capacity"], seconds["mode"]),
                 }
             )
-    return {"dispatch": rows, "sizes": vars(sizes), "repeats": options.repeats}
+    return {"dispatch": rows, "sizes": vars(sizes), "repeats": options.repeats, "gemm_peak": gemm_peak()}
 
 
 def table(figures: dict[str, Any]) -> str:
@@ -129,16 +130,17 @@ def table(figures: dict[str, Any]) -> str:
         f"One expert layer, forward and backward, fp32: {settings['tokens']} tokens a rank, width {settings['width']}, "
         f"{settings['experts']} experts of width {settings['hidden']}, top-{settings['top_k']}; four all-to-alls, all "
         f"ranks together. DeepSpeed's own layer at capacity {CAPACITY} and, reduced, at {CAPACITY} x (1 - share), "
-        f"where it drops what does not fit. Median of {figures['repeats']} turns.",
+        f"where it drops what does not fit. Median of {figures['repeats']} turns. " + show_peak(figures["gemm_peak"]),
         "",
-        "| ranks | no-op share | MB sent | accounting | DeepSpeed | reduced | ms | DeepSpeed | reduced | times ours |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| ranks | no-op share | GFLOP of experts | MB sent | accounting | DeepSpeed | reduced "
+        "| ms | DeepSpeed | reduced | times ours |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in figures["dispatch"]:
         sent = [row[name] / 1e6 for name in ("bytes", "accounting", "native_bytes", "native_reduced_bytes")]
         times = [row[name] * 1e3 for name in ("seconds", "native_seconds", "native_reduced_seconds")]
         lines.append(
-            f"| {row['ranks']} | {row['no_op_share']:.3f} | "
+            f"| {row['ranks']} | {row['no_op_share']:.3f} | {row['flops'] / 1e9:.1f} | "
             + " | ".join(f"{value:.3f}" for value in sent)
             + " | "
             + " | ".join(f"{value:.1f}" for value in times)

@@ -20,7 +20,7 @@ from benchmarks.layers import (
     ours,
     training_contender,
 )
-from benchmarks.turns import gemm_peak, ratio, show_ratio, take_turns
+from benchmarks.turns import gemm_peak, ratio, show_peak, show_ratio, take_turns
 from mode.section import ConfigError
 from mode.tooling import positive_integer
 from mode.training.engine import start_process_group
@@ -52,7 +52,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     start_process_group()
     if options.grow:
         growth = [grow(sizes, *what, options.repeats) for what in GROWTH]
-        return {"growth": growth, "sizes": vars(sizes), "repeats": options.repeats}
+        return {"growth": growth, "sizes": vars(sizes), "repeats": options.repeats, "gemm_peak": gemm_peak()}
     rows: list[dict[str, Any]] = []
     absent: dict[str, str] = {}
     for top_k in options.choices:
@@ -63,7 +63,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         for needed in (ours(sized), LIMIT):
             if needed not in seconds:
                 raise ConfigError(needed, f"could not be measured at these sizes: {absent[needed]}")
-        flops = 3 * 6 * sized.tokens * top_k * sized.width * sized.hidden  # of the experts; backward is twice forward
+        flops = expert_flops(sized)
         for name, found in seconds.items():
             share = options.share if "share" in name else 0.0
             rows.append(
@@ -72,6 +72,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                     "contender": name,
                     "seconds": statistics.median(found),
                     "flops": flops * (1 - share),
+                    "least_bytes": sized.least_bytes(experts=top_k if name == LIMIT else None),
                     "times_ours": ratio(found, seconds[ours(sized)]),
                     "times_the_limit": ratio(found, seconds[LIMIT]),
                 }
@@ -80,9 +81,14 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     return {"layer": rows, "absent": absent, "sizes": shape, "repeats": options.repeats, "gemm_peak": gemm_peak()}
 
 
+def expert_flops(sizes: Sizes) -> int:
+    """Without no-ops; backward is twice forward."""
+    return 3 * 6 * sizes.tokens * sizes.top_k * sizes.width * sizes.hidden
+
+
 def grow(sizes: Sizes, name: str, values: list[float], fixed: dict[str, int], repeats: int) -> dict[str, Any]:
     """Our layer at several sizes, in turns: time per token, and beside the first size."""
-    contenders, tokens = [], {}
+    contenders, tokens, least_bytes, flops = [], {}, {}, {}
     for value in values:
         share = value if name == "no-op share" else 0.0
         own = {} if name == "no-op share" else {name: int(value)}
@@ -90,7 +96,8 @@ def grow(sizes: Sizes, name: str, values: list[float], fixed: dict[str, int], re
         layer, x_TD = our_layer(sized, share), sized.tokens_TD()
         hold_share(layer, share, x_TD.detach())
         contenders.append(training_contender(f"{value:g}", layer, x_TD))
-        tokens[f"{value:g}"] = sized.tokens
+        tokens[f"{value:g}"], least_bytes[f"{value:g}"] = sized.tokens, sized.least_bytes()
+        flops[f"{value:g}"] = expert_flops(sized) * (1 - share)
     seconds = take_turns(contenders, repeats)
     per_token = {value: [each / tokens[value] for each in found] for value, found in seconds.items()}
     first = per_token[f"{values[0]:g}"]
@@ -98,6 +105,8 @@ def grow(sizes: Sizes, name: str, values: list[float], fixed: dict[str, int], re
         {
             "value": value,
             "microseconds_per_token": statistics.median(found) * 1e6,
+            "flops": flops[value],
+            "least_bytes": least_bytes[value],
             "times_the_first": ratio(found, first),
         }
         for value, found in per_token.items()
@@ -112,16 +121,17 @@ def table(figures: dict[str, Any]) -> str:
     lines = [
         f"One expert layer, forward and backward, fp32, {sizes['tokens']} tokens, width {sizes['width']}, "
         f"{sizes['experts']} experts of width {sizes['hidden']}; median of {figures['repeats']} turns. "
-        f"Peak of a matrix product here and now: {peak / 1e9:.0f} GFLOP/s.",
+        + show_peak(peak),
         "",
-        "| top-k | layer | ms | GFLOP of experts | of the peak | time / ours | time / dense |",
-        "|---|---|---|---|---|---|---|",
+        "| top-k | layer | ms | GFLOP of experts | of the peak | MB at least | time / ours | time / dense |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for row in figures["layer"]:
         share = row["flops"] / row["seconds"] / peak
         lines.append(
             f"| {row['top_k']} | {row['contender']} | {row['seconds'] * 1e3:.1f} | {row['flops'] / 1e9:.1f} | "
-            f"{share:.0%} | {show_ratio(row['times_ours'])} | {show_ratio(row['times_the_limit'])} |"
+            f"{share:.0%} | {row['least_bytes'] / 1e6:.0f} | {show_ratio(row['times_ours'])} | "
+            f"{show_ratio(row['times_the_limit'])} |"
         )
     lines += [""] + [f"Not measured: {name} ({reason})." for name, reason in figures["absent"].items()]
     return "\n".join(lines).rstrip()
@@ -133,11 +143,15 @@ def growth_table(grown: dict[str, Any], figures: dict[str, Any]) -> str:
     others += [f"{sizes['experts']} experts"] if name != "experts" else []
     lines = [
         f"Our layer with growing {name}, forward and backward, fp32; {', '.join(others)}, width {sizes['width']}, "
-        f"experts of width {sizes['hidden']}, top-{sizes['top_k']}; median of {figures['repeats']} turns.",
+        f"experts of width {sizes['hidden']}, top-{sizes['top_k']}; median of {figures['repeats']} turns. "
+        + show_peak(figures["gemm_peak"]),
         "",
-        f"| {name} | microseconds per token | times the first |",
-        "|---|---|---|",
+        f"| {name} | microseconds per token | GFLOP of experts | MB at least | times the first |",
+        "|---|---|---|---|---|",
     ]
     for row in grown["rows"]:
-        lines.append(f"| {row['value']} | {row['microseconds_per_token']:.2f} | {show_ratio(row['times_the_first'])} |")
+        lines.append(
+            f"| {row['value']} | {row['microseconds_per_token']:.2f} | {row['flops'] / 1e9:.1f} | "
+            f"{row['least_bytes'] / 1e6:.0f} | {show_ratio(row['times_the_first'])} |"
+        )
     return "\n".join(lines)

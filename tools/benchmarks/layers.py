@@ -46,6 +46,15 @@ class Sizes:
     def read(options: argparse.Namespace) -> Sizes:
         return Sizes(**{name: getattr(options, name) for name in vars(Sizes())})
 
+    def least_bytes(self, experts: int | None = None) -> int:
+        """What forward and backward must at least bring to the processor and back, in fp32.
+
+        Weights are read twice and their gradients written; of the tokens the inputs and the outputs' gradients are
+        read, the outputs and the inputs' gradients written. The dense limit has the weights of `experts` = K.
+        """
+        weights = 3 * self.width * self.hidden * (self.experts if experts is None else experts)
+        return 4 * (3 * weights + 4 * self.tokens * self.width)
+
     def tokens_TD(self, seed: int = 0) -> Tensor:
         return torch.randn(self.tokens, self.width, generator=torch.Generator().manual_seed(seed)).requires_grad_()
 

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import models
-from benchmarks.turns import Contender, ratio, show_ratio, take_turns, why
+from benchmarks.turns import Contender, gemm_peak, ratio, show_peak, show_ratio, take_turns, why
+from mode import accounting
 from mode.config import ModeConfig
 from mode.model.block import Block, DepthRoutedBlock
 from mode.model.rope import rope_tables
@@ -70,6 +71,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                 "model": name,
                 "seconds": statistics.median(seconds[name]),
                 "flops": flops[name],
+                "state_bytes": state_bytes(found[name].run_config.mode),
                 "times_faster": faster,
                 "times_fewer_flops": fewer,
                 "of_uncompiled": ratio(seconds[name], seconds[name.removesuffix(COMPILED)]),
@@ -77,7 +79,13 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             }
         )
     blocks, absent = measure_blocks(options)
-    return {"step": rows, "blocks": blocks, "absent": absent, "options": settings(options)}
+    figures = {"step": rows, "blocks": blocks, "absent": absent, "options": settings(options)}
+    return {**figures, "gemm_peak": gemm_peak()}
+
+
+def state_bytes(config: ModeConfig) -> int:
+    """Weights, gradients and Adam's two moments in fp32, which every step reads or writes whatever its tokens do."""
+    return 4 * 4 * accounting.num_parameters(config)
 
 
 def settings(options: argparse.Namespace) -> dict[str, Any]:
@@ -172,14 +180,17 @@ def table(figures: dict[str, Any]) -> str:
     options = figures["options"]
     lines = [
         f"A training step of {options['layers']} layers, width {options['width']}, {options['experts']} experts, "
-        f"{options['tokens']} tokens, fp32; median of {options['repeats']} turns.",
+        f"{options['tokens']} tokens, fp32; median of {options['repeats']} turns. {show_peak(figures['gemm_peak'])}",
         "",
-        "| model | s | TFLOP counted | times faster than moe | times fewer FLOPs | saving kept | of uncompiled |",
-        "|---|---|---|---|---|---|---|",
+        "| model | s | TFLOP counted | of the peak | MB of states | times faster than moe | times fewer FLOPs "
+        "| saving kept | of uncompiled |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in figures["step"]:
         lines.append(
-            f"| {row['model']} | {row['seconds']:.2f} | {row['flops'] / 1e12:.3f} | {show_ratio(row['times_faster'])} "
+            f"| {row['model']} | {row['seconds']:.2f} | {row['flops'] / 1e12:.3f} "
+            f"| {row['flops'] / row['seconds'] / figures['gemm_peak']:.0%} | {row['state_bytes'] / 1e6:.0f} "
+            f"| {show_ratio(row['times_faster'])} "
             f"| {row['times_fewer_flops']:.2f} | {show_ratio(row['kept_of_the_saving'])} "
             f"| {show_ratio(row['of_uncompiled'])} |"
         )

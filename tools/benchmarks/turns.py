@@ -73,6 +73,10 @@ def show_ratio(found: dict[str, float]) -> str:
     return f"{found['median']:.2f} ({found['low']:.2f}-{found['high']:.2f})"
 
 
+def show_peak(peak: float) -> str:
+    return f"Peak of a matrix product here and now: {peak / 1e9:.0f} GFLOP/s."
+
+
 def gemm_peak(sizes: Sequence[int] = (512, 1024, 2048), repeats: int = 20) -> float:
     """FLOP/s of the best square float32 product of several sizes: what this machine can do just now."""
     rates = []
