@@ -63,9 +63,10 @@ def test_bytes_sent_equal_the_accounting_and_are_less_than_deepspeeds_own() -> N
 SMALL = ("--width", "16", "--hidden", "16", "--experts", "4", "--repeats", "2")
 
 
-def test_the_layer_benchmark_measures_all_that_is_here_and_names_what_is_not() -> None:
-    code, found = figures("tools/benchmark.py", "layer", "--tokens", "64", *SMALL, threads=2)
-    assert code == 0 and found["gemm_peak"] > 0
+@pytest.mark.parametrize(("dtype", "size"), [("fp32", 4), ("bf16", 2)])
+def test_the_layer_benchmark_measures_all_that_is_here_and_names_what_is_not(dtype: str, size: int) -> None:
+    code, found = figures("tools/benchmark.py", "layer", "--tokens", "64", "--dtype", dtype, *SMALL, threads=2)
+    assert code == 0 and found["gemm_peak"] > 0 and found["dtype"] == dtype
     for top_k in (1, 2):
         rows = {row["contender"]: row for row in found["layer"] if row["top_k"] == top_k}
         ours = {"mode, threads", "mode, grouped_mm", "mode, loop"}
@@ -74,8 +75,8 @@ def test_the_layer_benchmark_measures_all_that_is_here_and_names_what_is_not() -
         # three matrices, a multiply and an add each, forward once and backward twice
         assert rows["mode, loop"]["flops"] == 64 * top_k * (3 * 2 * 16 * 16) * 3
         assert rows["mode, no-op share 0.5"]["flops"] == rows["mode, loop"]["flops"] / 2
-        in_and_out = 4 * 64 * 16 * 4  # inputs, outputs and their gradients x tokens x width x float32
-        weights = 3 * (3 * 16 * 16) * 4  # of one expert, read twice and their gradients written
+        in_and_out = 4 * 64 * 16 * size  # inputs, outputs and their gradients x tokens x width
+        weights = 3 * (3 * 16 * 16) * size  # of one expert, read twice and their gradients written
         assert rows["mode, loop"]["least_bytes"] == in_and_out + 4 * weights
         assert rows["dense SwiGLU"]["least_bytes"] == in_and_out + top_k * weights
         assert rows["mode, threads"]["times_ours"] == {"median": 1.0, "low": 1.0, "high": 1.0}

@@ -11,6 +11,7 @@ import statistics
 from typing import Any
 
 from benchmarks.layers import (
+    Place,
     Sizes,
     a_share,
     check_choices,
@@ -20,7 +21,7 @@ from benchmarks.layers import (
     ours,
     training_contender,
 )
-from benchmarks.turns import gemm_peak, ratio, show_peak, show_ratio, take_turns
+from benchmarks.turns import gemm_peak, ratio, show_peak, show_ratio, take_turns, wait_for
 from mode.section import ConfigError
 from mode.tooling import positive_integer
 from mode.training.engine import start_process_group
@@ -37,6 +38,7 @@ GROWTH: tuple[tuple[str, list[float], dict[str, int]], ...] = (  # what grows, t
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     Sizes.add_arguments(parser)
+    Place.add_arguments(parser)
     parser.set_defaults(top_k=None)  # for --grow alone
     parser.add_argument("--choices", type=positive_integer, nargs="+", default=[1, 2], metavar="K", help="of a token")
     parser.add_argument("--share", type=a_share, default=0.5, help="no-op share of the contender that has no-ops")
@@ -49,18 +51,21 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     sizes = dataclasses.replace(Sizes.read(options), top_k=options.top_k or 1)
     for top_k in [sizes.top_k] if options.grow else options.choices:
         check_choices(dataclasses.replace(sizes, top_k=top_k))
+    place = Place.read(options)
     start_process_group()
+    about = {"repeats": options.repeats, "device": options.device, "dtype": options.dtype}
     if options.grow:
-        growth = [grow(sizes, *what, options.repeats) for what in GROWTH]
-        return {"growth": growth, "sizes": vars(sizes), "repeats": options.repeats, "gemm_peak": gemm_peak()}
+        growth = [grow(sizes, place, *what, options.repeats) for what in GROWTH]
+        return {"growth": growth, "sizes": vars(sizes), **about, "gemm_peak": gemm_peak(place.device, place.dtype)}
     rows: list[dict[str, Any]] = []
     absent: dict[str, str] = {}
     for top_k in options.choices:
         sized = dataclasses.replace(sizes, top_k=top_k)
-        contenders, missing = expert_contenders(sized, options.share)
+        contenders, missing = expert_contenders(sized, options.share, place)
         absent |= missing
-        seconds = take_turns(contenders, options.repeats, failed=absent)
-        for needed in (ours(sized), LIMIT):
+        seconds = take_turns(contenders, options.repeats, wait_for(place.device), failed=absent)
+        auto = ours(sized, place)
+        for needed in (auto, LIMIT):
             if needed not in seconds:
                 raise ConfigError(needed, f"could not be measured at these sizes: {absent[needed]}")
         flops = expert_flops(sized)
@@ -72,13 +77,16 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                     "contender": name,
                     "seconds": statistics.median(found),
                     "flops": flops * (1 - share),
-                    "least_bytes": sized.least_bytes(experts=top_k if name == LIMIT else None),
-                    "times_ours": ratio(found, seconds[ours(sized)]),
+                    "least_bytes": sized.least_bytes(place, top_k if name == LIMIT else None),
+                    "times_ours": ratio(found, seconds[auto]),
                     "times_the_limit": ratio(found, seconds[LIMIT]),
                 }
             )
     shape = {name: value for name, value in vars(sizes).items() if name != "top_k"}  # every row has its own
-    return {"layer": rows, "absent": absent, "sizes": shape, "repeats": options.repeats, "gemm_peak": gemm_peak()}
+    return {
+        **{"layer": rows, "absent": absent, "sizes": shape, **about},
+        "gemm_peak": gemm_peak(place.device, place.dtype),
+    }
 
 
 def expert_flops(sizes: Sizes) -> int:
@@ -86,19 +94,21 @@ def expert_flops(sizes: Sizes) -> int:
     return 3 * 6 * sizes.tokens * sizes.top_k * sizes.width * sizes.hidden
 
 
-def grow(sizes: Sizes, name: str, values: list[float], fixed: dict[str, int], repeats: int) -> dict[str, Any]:
+def grow(
+    sizes: Sizes, place: Place, name: str, values: list[float], fixed: dict[str, int], repeats: int
+) -> dict[str, Any]:
     """Our layer at several sizes, in turns: time per token, and beside the first size."""
     contenders, tokens, least_bytes, flops = [], {}, {}, {}
     for value in values:
         share = value if name == "no-op share" else 0.0
         own = {} if name == "no-op share" else {name: int(value)}
         sized = dataclasses.replace(sizes, **{**fixed, **own})
-        layer, x_TD = our_layer(sized, share), sized.tokens_TD()
+        layer, x_TD = place.put(our_layer(sized, share)), sized.tokens_TD(place=place)
         hold_share(layer, share, x_TD.detach())
         contenders.append(training_contender(f"{value:g}", layer, x_TD))
-        tokens[f"{value:g}"], least_bytes[f"{value:g}"] = sized.tokens, sized.least_bytes()
+        tokens[f"{value:g}"], least_bytes[f"{value:g}"] = sized.tokens, sized.least_bytes(place)
         flops[f"{value:g}"] = expert_flops(sized) * (1 - share)
-    seconds = take_turns(contenders, repeats)
+    seconds = take_turns(contenders, repeats, wait_for(place.device))
     per_token = {value: [each / tokens[value] for each in found] for value, found in seconds.items()}
     first = per_token[f"{values[0]:g}"]
     rows = [
@@ -119,9 +129,9 @@ def table(figures: dict[str, Any]) -> str:
         return "\n\n".join(growth_table(each, figures) for each in figures["growth"])
     sizes, peak = figures["sizes"], figures["gemm_peak"]
     lines = [
-        f"One expert layer, forward and backward, fp32, {sizes['tokens']} tokens, width {sizes['width']}, "
-        f"{sizes['experts']} experts of width {sizes['hidden']}; median of {figures['repeats']} turns. "
-        + show_peak(peak),
+        f"One expert layer, forward and backward, {figures['dtype']}, {sizes['tokens']} tokens, "
+        f"width {sizes['width']}, {sizes['experts']} experts of width {sizes['hidden']}; "
+        f"median of {figures['repeats']} turns. {show_peak(peak)}",
         "",
         "| top-k | layer | ms | GFLOP of experts | of the peak | MB at least | time / ours | time / dense |",
         "|---|---|---|---|---|---|---|---|",
@@ -142,9 +152,9 @@ def growth_table(grown: dict[str, Any], figures: dict[str, Any]) -> str:
     others = [f"{grown['tokens']} tokens"] if name != "tokens" else []
     others += [f"{sizes['experts']} experts"] if name != "experts" else []
     lines = [
-        f"Our layer with growing {name}, forward and backward, fp32; {', '.join(others)}, width {sizes['width']}, "
-        f"experts of width {sizes['hidden']}, top-{sizes['top_k']}; median of {figures['repeats']} turns. "
-        + show_peak(figures["gemm_peak"]),
+        f"Our layer with growing {name}, forward and backward, {figures['dtype']}; {', '.join(others)}, "
+        f"width {sizes['width']}, experts of width {sizes['hidden']}, top-{sizes['top_k']}; "
+        f"median of {figures['repeats']} turns. {show_peak(figures['gemm_peak'])}",
         "",
         f"| {name} | microseconds per token | GFLOP of experts | MB at least | times the first |",
         "|---|---|---|---|---|",

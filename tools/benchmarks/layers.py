@@ -15,7 +15,7 @@ from deepspeed.moe.ep_experts import GroupedExperts
 from deepspeed.moe.layer import MoE
 from torch import Tensor, distributed, nn
 
-from benchmarks.turns import Contender, why
+from benchmarks.turns import CPU, Contender, why
 from mode.config import ModeConfig
 from mode.layers import SwiGLU
 from mode.moe.backends import PREFERENCE, choose_backend
@@ -27,6 +27,34 @@ from mode.tooling import positive_integer
 
 Layer = TypeVar("Layer", bound=nn.Module)
 CAPACITY = 1.25  # of DeepSpeed's own layer: the usual choice
+
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where layers are measured, and in which precision."""
+
+    device: torch.device = CPU
+    dtype: torch.dtype = torch.float32
+
+    @staticmethod
+    def add_arguments(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="what is measured (default: cpu)")
+        parser.add_argument("--dtype", choices=DTYPES, default="fp32", help="MegaBlocks needs bf16 or fp16")
+
+    @staticmethod
+    def read(options: argparse.Namespace) -> Place:
+        if options.device == "cuda" and not torch.cuda.is_available():
+            raise ConfigError("--device", 'is "cuda", and torch sees no such device here; use "cpu"')
+        return Place(torch.device(options.device), DTYPES[options.dtype])
+
+    def put(self, layer: Layer) -> Layer:
+        return layer.to(self.device, self.dtype)
+
+
+HERE = Place()
 
 
 @dataclass(frozen=True)
@@ -46,17 +74,18 @@ class Sizes:
     def read(options: argparse.Namespace) -> Sizes:
         return Sizes(**{name: getattr(options, name) for name in vars(Sizes())})
 
-    def least_bytes(self, experts: int | None = None) -> int:
-        """What forward and backward must at least bring to the processor and back, in fp32.
+    def least_bytes(self, place: Place, experts: int | None = None) -> int:
+        """What forward and backward must at least bring to the processor and back.
 
         Weights are read twice and their gradients written; of the tokens the inputs and the outputs' gradients are
         read, the outputs and the inputs' gradients written. The dense limit has the weights of `experts` = K.
         """
         weights = 3 * self.width * self.hidden * (self.experts if experts is None else experts)
-        return 4 * (3 * weights + 4 * self.tokens * self.width)
+        return place.dtype.itemsize * (3 * weights + 4 * self.tokens * self.width)
 
-    def tokens_TD(self, seed: int = 0) -> Tensor:
-        return torch.randn(self.tokens, self.width, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+    def tokens_TD(self, seed: int = 0, place: Place = HERE) -> Tensor:
+        x_TD = torch.randn(self.tokens, self.width, generator=torch.Generator().manual_seed(seed))
+        return x_TD.to(place.device, place.dtype).requires_grad_()
 
 
 def a_share(text: str) -> float:
@@ -97,9 +126,9 @@ def our_layer(sizes: Sizes, share: float = 0.0, backend: str = "auto") -> MoELay
     return with_weights(MoELayer(config.experts, sizes.width))
 
 
-def ours(sizes: Sizes) -> str:
-    """The contender that `experts.backend: auto` stands for here."""
-    return f"mode, {choose_backend('auto', torch.device('cpu'), torch.float32, (sizes.width, sizes.hidden))[0]}"
+def ours(sizes: Sizes, place: Place) -> str:
+    """The contender that `experts.backend: auto` stands for there."""
+    return f"mode, {choose_backend('auto', place.device, place.dtype, (sizes.width, sizes.hidden))[0]}"
 
 
 def our_parallel_layer(sizes: Sizes, share: float) -> ParallelMoELayer:
@@ -210,12 +239,12 @@ def training_contender(name: str, layer: nn.Module, x_TD: Tensor) -> Contender:
     return Contender(name, run, reset)
 
 
-def expert_contenders(sizes: Sizes, share: float) -> tuple[list[Contender], dict[str, str]]:
-    """All that can run here, and why the others cannot."""
-    x_TD = sizes.tokens_TD()
+def expert_contenders(sizes: Sizes, share: float, place: Place) -> tuple[list[Contender], dict[str, str]]:
+    """All that can run there, and why the others cannot."""
+    x_TD = sizes.tokens_TD(place=place)
 
     def with_no_ops() -> MoELayer:
-        layer = our_layer(sizes, share)
+        layer = place.put(our_layer(sizes, share))
         hold_share(layer, share, x_TD.detach())
         return layer
 
@@ -230,7 +259,7 @@ def expert_contenders(sizes: Sizes, share: float) -> tuple[list[Contender], dict
     contenders, absent = [], {}
     for name, make in makers.items():
         try:
-            contender = training_contender(name, make(), x_TD)
+            contender = training_contender(name, place.put(make()), x_TD)
             contender.run()
             contenders.append(contender)
         except Exception as error:  # somebody else's code: whatever it raises is what is reported

@@ -6,9 +6,13 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from tqdm import tqdm
+
+CPU = torch.device("cpu")
+PEAK_REPEATS = 20  # of each product that the peak is sought with
 
 
 @dataclass(frozen=True)
@@ -77,13 +81,23 @@ def show_peak(peak: float) -> str:
     return f"Peak of a matrix product here and now: {peak / 1e9:.0f} GFLOP/s."
 
 
-def gemm_peak(sizes: Sequence[int] = (512, 1024, 2048), repeats: int = 20) -> float:
-    """FLOP/s of the best square float32 product of several sizes: what this machine can do just now."""
+def wait_for(device: torch.device) -> Callable[[], None]:
+    """What comes around a run on `device`, as `before`, so that a time is that of the work and not of its launch."""
+    return partial(torch.cuda.synchronize, device) if device.type == "cuda" else nothing
+
+
+def gemm_peak(
+    device: torch.device = CPU, dtype: torch.dtype = torch.float32, sizes: Sequence[int] | None = None
+) -> float:
+    """FLOP/s of the best square product of several sizes: what this machine can do just now."""
+    wait = wait_for(device)
     rates = []
-    for size in sizes:
-        a, b, out = (torch.randn(size, size) for _ in range(3))
-        for _ in range(repeats):
+    for size in sizes or ((512, 1024, 2048) if device.type == "cpu" else (2048, 4096, 8192)):
+        a, b, out = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(3))
+        for _ in range(PEAK_REPEATS):
+            wait()
             started = time.perf_counter()
             torch.mm(a, b, out=out)
+            wait()
             rates.append(2 * size**3 / (time.perf_counter() - started))
     return max(rates)
