@@ -15,10 +15,12 @@ import json
 import math
 import os
 import re
+import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +37,12 @@ from mode.section import ConfigError
 AXES = ("steps", "tokens", "flops", "seconds")
 TOP_K, CAUSAL = "loss/val", "loss/val_causal"
 
-# What may differ between runs of one variant: seeds, names and directories.
+# What may differ between runs of one variant: seeds, names and directories, and what a run keeps of itself.
 NOT_THE_VARIANT = re.compile(
     r"mode\.seed|seed|mode\.description|mode\.data\.cache_dir|(tensorboard|csv_monitor|wandb|comet)(\..*)?"
+    r"|mode\.train\.(log_every|save_every|keep_last|stop_after|monitor|watchdog_seconds)"
 )
-SEED_SUFFIX = re.compile(r"(?:(?:^|[-_.])s|[-_.]?seed)[-_.=]?\d+$")
+SEED_SUFFIX = re.compile(r"(?:(?:^|[-_. ])s|[-_. ]?seed)[-_.= ]?\d+$")
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,7 +92,7 @@ class Run:
     def label(self) -> str:
         """The directory's name without a seed at its end; of a directory named by its seed alone, its parent's."""
         path = self.directory.absolute()
-        return SEED_SUFFIX.sub("", path.name) or path.parent.name
+        return SEED_SUFFIX.sub("", path.name).strip() or path.parent.name
 
     @property
     def last(self) -> Row:
@@ -167,15 +170,20 @@ def read_run(directory: str | Path) -> Run:
         rows, notes = read_metrics(folder) if has_metrics else read_events(folder)
     except OSError as error:
         raise RunError(folder, f"cannot be read: {error.strerror or error}") from None
+    if not rows and not has_metrics:
+        raise RunError(folder, "has event files without a logged step: they are empty or damaged, or not of a run")
     if not any(TOP_K in row for row in rows):
         so_far = f"{len(rows)} logged steps, the last is {rows[-1]['step']}" if rows else "no step is logged"
         first = f"the first is after step {settings.mode.train.eval_every}"
         raise RunError(folder, f"has no evaluations yet ({so_far}); {first} (mode.train.eval_every) or the last step")
+    rows_missing = _rows_missing(rows, settings.mode.train.log_every)
+    if rows_missing:
+        notes.append("rows are left out between the logged steps: training time is estimated from the median step")
     return Run(
         directory=folder,
         settings=settings,
         rows=rows,
-        seconds=_training_seconds(rows),
+        seconds=_training_seconds(_with_median_step(rows) if rows_missing else rows),
         planned_steps=_planned_steps(settings, rows),
         corpus=_corpus(folder),
         tokenizer=_digest(folder / "tokenizer"),
@@ -211,6 +219,17 @@ def _read_config(folder: Path) -> RunConfig:
             f"config.json does not fit this version of mode ({__version__}): {error.path}: {error.problem}. "
             "Read it with the version that wrote it",
         ) from None
+
+
+def _rows_missing(rows: Sequence[Row], log_every: int) -> bool:
+    """Whether a record was thinned out: what a row says of the steps since the one before it is then of a few only."""
+    steps = [0.0, *(row["step"] for row in rows if "perf/step_seconds" in row)]
+    return any(later - earlier > log_every for earlier, later in pairwise(steps))
+
+
+def _with_median_step(rows: Sequence[Row]) -> list[Row]:
+    median = statistics.median(row["perf/step_seconds"] for row in rows if "perf/step_seconds" in row)
+    return [row | {"perf/step_seconds": median} for row in rows]
 
 
 def _training_seconds(rows: Sequence[Row]) -> NDArray[np.float64]:

@@ -61,7 +61,7 @@ def test_chance_does_not_look_like_a_choice():
 
 @pytest.mark.parametrize("masking", [False, True])
 def test_losses_and_gain_are_those_of_the_two_models(folder, capsys, masking):
-    models = [export(folder, name, seed) for name, seed in (("a", 0), ("b", 1))]
+    models = [export(folder, name, seed) for name, seed in (("a", 2), ("b", 0))]  # by luck b is clearly better
     if masking:
         for _, path in models:
             about = json.loads((Path(path) / "config.json").read_text())
@@ -90,14 +90,22 @@ def test_losses_and_gain_are_those_of_the_two_models(folder, capsys, masking):
 
 
 def test_the_table_names_both_models_and_says_where_there_is_no_gain(folder, capsys):
-    (_, one), (_, two) = (export(folder, name, seed) for name, seed in (("a", 0), ("b", 1)))
+    (_, one), (_, two) = (export(folder, name, seed) for name, seed in (("a", 2), ("b", 0)))
     shown = {}
     for pair in ((one, two), (two, one)):
         assert gain.main(list(pair)) == 0
         shown[pair] = capsys.readouterr().out
         assert all(path in shown[pair] for path in pair) and "held-out sequences" in shown[pair]
-    assert sum("there is nothing to divide" in text for text in shown.values()) == 1
+    assert sum("no gain to divide" in text for text in shown.values()) == 1
     assert sum("share of the gain that lies on so many of the tokens" in text for text in shown.values()) == 1
+
+
+def test_a_gain_that_is_not_clear_is_not_divided(folder, capsys):
+    (_, one), (_, two) = (export(folder, name, seed) for name, seed in (("a", 0), ("b", 1)))
+    for pair in ((one, two), (two, one)):
+        assert gain.main([*pair, "--sequences", "5", "--json"]) == 0
+        figures = json.loads(capsys.readouterr().out)
+        assert figures["gain"] < 2 * figures["gain_error"] and figures["shares_of_the_gain"] is None
 
 
 def test_wrong_input_is_one_line(folder, capsys):

@@ -76,7 +76,7 @@ def check_usage(parser: argparse.ArgumentParser, options: argparse.Namespace) ->
         parser.error(f"--tolerance is {options.tolerance:g}; it must be at least 0, and goes with --assert_equal")
     if options.by is not None and not (options.assert_better and 0 <= options.by < 1):
         parser.error(f"--by is {options.by:g}; it must be a share from 0 to below 1, and goes with --assert_better")
-    if options.plot and Path(options.plot).suffix not in (".png", ".pdf", ".svg"):
+    if options.plot and Path(options.plot).suffix.lower() not in (".png", ".pdf", ".svg"):
         parser.error(f"--plot is {options.plot}; it must end in .png, .pdf or .svg")
     if options.json and options.markdown:
         parser.error("--json and --markdown exclude each other; --write FILE writes Markdown beside either")
@@ -134,8 +134,10 @@ def report(options: argparse.Namespace) -> tuple[dict[str, Any], list[Variant]]:
     from mode.runs import RunError, group_runs
 
     warnings: list[str] = []
-    named = [name for name in options.assert_better or [] if Path(name).is_dir()]
-    runs = read_all([*options.runs, *named], warnings)
+    runs = read_all(options.runs, warnings)
+    labels = {variant.label for variant in group_runs(runs.values())}  # first: a folder may be called like a variant
+    named = [name for name in options.assert_better or [] if name not in labels and Path(name).is_dir()]
+    runs |= read_all(named, warnings)
     variants = group_runs(runs.values())
     axis = AXIS_OPTIONS[options.at]
     baseline = (

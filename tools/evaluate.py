@@ -77,6 +77,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     counted = "top_k" if config.depth is None else methods[0]
     top_k = found["top_k"].depth
     target = None if config.depth is None else config.depth.capacity_fraction
+    by_chance = config.depth is not None and config.depth.selection == "stochastic"  # whose logits are noise
     return {
         "model": str(loaded.source),
         "description": config.description,
@@ -94,13 +95,14 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             ]
             for name, result in found.items()
         },
+        "top_k_sees_the_future": config.depth is not None and not by_chance,
         "sampling_by": None if config.depth is None else counted,
         "target_kept": target,
         "blocks": {
             str(layer): {
                 "kept": {name: result.depth[layer].kept for name, result in found.items()},
                 "predictor_accuracy": shares.predictor_accuracy,
-                "router_accuracy": shares.router_accuracy,
+                "router_accuracy": None if by_chance else shares.router_accuracy,
             }
             for layer, shares in top_k.items()
         },
@@ -129,9 +131,8 @@ def render(figures: dict[str, Any]) -> str:
     by_position = ", ".join(f"{place['first']}-{place['last']} {place['loss']:.3f}" for place in places)
     alone = not figures["blocks"]  # then top-k of the depth router means nothing
     for name, loss in losses.items():
-        note = ", sees the future" * (name == "top_k" and not alone) + ", used in sampling" * (
-            name == figures["sampling_by"]
-        )
+        note = ", sees the future" * (name == "top_k" and figures["top_k_sees_the_future"])
+        note += ", used in sampling" * (name == figures["sampling_by"])
         title = "loss" if alone and name == "top_k" else f"loss, {NAMES[name]}"
         rows.append((title, f"{loss:.4f}  ({bits[name]:.4f} bits per byte{note})"))
     training, held_out = figures["training_loss"], losses[figures["sampling_by"] or "top_k"]
@@ -143,13 +144,12 @@ def render(figures: dict[str, Any]) -> str:
     header = ["block", "target", *(f"kept, {NAMES[name]}" for name in ways), "predictor right", "router right"]
     lines = ["  ".join(header)]
     for layer, block in figures["blocks"].items():
-        accuracy = block["predictor_accuracy"]
+        accuracies = [block["predictor_accuracy"], block["router_accuracy"]]
         cells = [
             layer,
             f"{figures['target_kept']:.1%}",
             *(f"{block['kept'][name]:.1%}" for name in ways),
-            "-" if accuracy is None else f"{accuracy:.1%}",
-            f"{block['router_accuracy']:.1%}",
+            *("-" if accuracy is None else f"{accuracy:.1%}" for accuracy in accuracies),
         ]
         lines.append("  ".join(f"{cell:>{len(title)}}" for cell, title in zip(cells, header, strict=True)))
     share = f"{1 - figures['target_kept']:.1%}"

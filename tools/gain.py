@@ -6,8 +6,8 @@ Depth routing gives a block to a share of the tokens, so at best it keeps that p
 them. Train the model without and with the blocks in question, for as many tokens, and see which part that is: both
 predict the same held-out text, and tokens are ranked by the mean gain of their kind, in one half of the sequences for
 the other. A kind is a token of the vocabulary, which a router sees at least, or the entropy of the smaller model's
-prediction. Where the gain is spread evenly, depth routing has nothing to choose by. It is an upper bound: kept tokens
-attend to each other only, which costs a part of the gain again.
+prediction. Where the gain is spread evenly over both, depth routing has little to choose by: a router sees more than
+these kinds, the context, and may choose better, but kept tokens attend to each other only, which costs a part again.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 SIGHTINGS = 16  # a kind seen less often than this is ranked near the mean of all
 ENTROPIES = 64  # kinds of entropy, equally many tokens in each
+CLEAR = 2.0  # standard errors of the gain above 0: less of it cannot be divided
 KINDS = {"token": "the token", "entropy": "the entropy of the smaller one's prediction"}
 
 
@@ -74,15 +75,19 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     edges = entropy_BL.flatten().quantile(torch.linspace(0, 1, ENTROPIES + 1, dtype=torch.float64)[1:-1])
     kinds = {"token": ids_BL, "entropy": torch.bucketize(entropy_BL, edges)}
     by_sequence_B = gain_BL.mean(dim=1)
+    error = (by_sequence_B.std() / len(by_sequence_B) ** 0.5).item()
+    clear = gain_BL.mean().item() > CLEAR * error
     return {
         **{name: str(loaded.source) for name, (loaded, _) in found.items()},
         "sequences": len(gain_BL),
         "loss": {name: losses_BL.mean().item() for name, (_, losses_BL, _) in passes.items()},
         "gain": gain_BL.mean().item(),
-        "gain_error": (by_sequence_B.std() / len(by_sequence_B) ** 0.5).item(),
+        "gain_error": error,
         "better_share": (gain_BL > 0).double().mean().item(),
         "capacities": arguments.capacities,
-        "shares_of_the_gain": {name: held(gain_BL, kind_BL, arguments.capacities) for name, kind_BL in kinds.items()},
+        "shares_of_the_gain": (
+            {name: held(gain_BL, kind_BL, arguments.capacities) for name, kind_BL in kinds.items()} if clear else None
+        ),
     }
 
 
@@ -138,16 +143,15 @@ def held(gain_BL: Tensor, kind_BL: Tensor, capacities: list[float]) -> list[floa
     import torch
 
     num_kinds = int(kind_BL.max()) + 1
-    halves = [(half, 1 - half) for half in range(2)]
-    shares = []
-    for ranking, measuring in halves:
+    found = torch.zeros(len(capacities), dtype=torch.float64)
+    for ranking, measuring in ((0, 1), (1, 0)):
         sums, counts = _by_kind(gain_BL[ranking::2], kind_BL[ranking::2], num_kinds)
         mean = sums.sum() / counts.sum()
         order = ((sums + SIGHTINGS * mean) / (counts + SIGHTINGS)).argsort(descending=True, stable=True)
         sums, counts = (values[order] for values in _by_kind(gain_BL[measuring::2], kind_BL[measuring::2], num_kinds))
         tokens, gains = (torch.cat([values.new_zeros(1), values.cumsum(0)]) for values in (counts, sums))
-        shares.append([_at(capacity * tokens[-1], tokens, gains) / gains[-1] for capacity in capacities])
-    return torch.tensor(shares, dtype=torch.float64).mean(dim=0).tolist()
+        found += torch.stack([_at(capacity * tokens[-1], tokens, gains) for capacity in capacities])
+    return (found / gain_BL.sum(dtype=torch.float64)).tolist()
 
 
 def _by_kind(gain_BL: Tensor, kind_BL: Tensor, num_kinds: int) -> tuple[Tensor, Tensor]:
@@ -171,8 +175,8 @@ def render(figures: dict[str, Any]) -> str:
     rows = [(f"{name} model", f"{figures[name]}, loss {figures['loss'][name]:.4f}") for name in ("smaller", "larger")]
     rows.append(("gain", f"{figures['gain']:.4f} +- {figures['gain_error']:.4f} nats per token; {better}"))
     rows.append(("text", f"{figures['sequences']} held-out sequences"))
-    if figures["gain"] <= 0:
-        return table(rows) + "\n\n  the larger model gains nothing: there is nothing to divide"
+    if figures["shares_of_the_gain"] is None:
+        return table(rows) + f"\n\n  no gain to divide: less than {CLEAR:g} standard errors above 0"
     header = ["the best by", *(f"{capacity:.1%}" for capacity in figures["capacities"])]
     width = max(len(header[0]), *(len(words) for words in KINDS.values()))
     lines = ["share of the gain that lies on so many of the tokens", _line(header, width)]

@@ -74,6 +74,11 @@ def check(arguments: argparse.Namespace) -> None:
         raise ConfigError(
             "matplotlib", 'is not installed; pip install "deepspeed-mode[plots]", or pip install matplotlib'
         )
+    if arguments.output is not None:
+        try:
+            Path(arguments.output).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError("--output", f"is {arguments.output}, no folder to write to: {error.strerror}") from None
 
 
 def passes_of(config: ModeConfig, shown: str, source: Path) -> dict[str, bool | str]:
@@ -94,6 +99,7 @@ def passes_of(config: ModeConfig, shown: str, source: Path) -> dict[str, bool | 
 
 def make_report(arguments: argparse.Namespace) -> dict[str, Any]:
     """Does it, and returns the numbers to print."""
+    check(arguments)  # before anything that needs matplotlib
     import torch
     from routes import figures, leak
     from routes.attention import attention_figures
@@ -104,7 +110,6 @@ def make_report(arguments: argparse.Namespace) -> dict[str, Any]:
     from mode.data import spread_rows, validation_batches
     from mode.training.load import load_with_text
 
-    check(arguments)
     loaded, data = load_with_text(Path(arguments.model), arguments.step, device=arguments.device)
     config, device = loaded.model.config, torch.device(arguments.device)
     passes = passes_of(config, arguments.causal, loaded.source)

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
+from shlex import quote
 
 import torch
 
@@ -72,8 +73,9 @@ def sample(model: ModeTransformer, run: RunConfig, data: PackedData, device: tor
 
 
 def commands(run_dir: Path) -> str:
+    folder = quote(str(run_dir))
     return (
-        f"compare runs: tensorboard --logdir {run_dir.parent}\n"
-        f"resume:       deepspeed train.py --deepspeed_config {run_dir / 'config.json'} "
-        f"--output_dir {run_dir} --resume auto"
+        f"compare runs: tensorboard --logdir {quote(str(run_dir.parent))}\n"
+        f"resume:       deepspeed train.py --deepspeed_config {quote(str(run_dir / 'config.json'))} "
+        f"--output_dir {folder} --resume auto"
     )

@@ -62,6 +62,25 @@ def test_assert_better_knows_its_margin(tmp_path, capsys):
     )
 
 
+def test_assert_better_takes_a_variant_before_a_folder_of_its_name(tmp_path, capsys, monkeypatch):
+    """As in the root of this repository, where `mode` is a folder and a variant of the README."""
+    write_run(tmp_path / "runs" / "mode", lambda _: 3.9)
+    write_run(tmp_path / "runs" / "moe", lambda _: 4.0, mode__experts__num_shared=1)
+    (tmp_path / "mode").mkdir()
+    (tmp_path / "mode" / "config.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    assert compare.main(["runs", "--assert_better", "mode", "moe", "--by", "0.02"]) == 0
+
+
+def test_assert_better_is_not_held_against_half_a_run(tmp_path, capsys):
+    write_run(tmp_path / "a", lambda _: 3.9, flops=4 * 10**8)  # through at 4e10 FLOPs, where b is through 40 %
+    write_run(tmp_path / "b", lambda _: 4.0, mode__experts__num_shared=1)
+    assert "b is only through 40% of its steps where it is compared" in fails(
+        capsys, tmp_path, "--assert_better", "a", "b"
+    )
+    assert compare.main([str(tmp_path), "--assert_better", "b", "a"]) == 1, "who is not through may still claim"
+
+
 def test_assert_better_makes_the_remarks_of_the_verdict(tmp_path, capsys):
     for name, shifts in {"a": [0.0, 0.1], "b": [0.02, 0.09]}.items():
         for seed, shift in enumerate(shifts):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 
@@ -79,6 +80,7 @@ def test_seeds_of_one_variant_are_grouped_with_mean_and_spread(tmp_path, capsys)
                 lambda flops, shift=shift: 4 + shift - 0.1 * math.log(flops / 1e9),
                 mode__seed=seed,
                 mode__description=f"{name} {seed}",
+                mode__train__save_every=10 + seed,
                 tensorboard={"enabled": True, "job_name": f"{name}{seed}"},
                 mode__experts__num_shared=int(name == "mode"),
             )
@@ -117,6 +119,17 @@ def test_the_causal_loss_counts_where_tokens_are_routed_by_depth(tmp_path, capsy
     assert found["differences"]["mode.depth"]["moe"] is None
     write_run(tmp_path / "old", lambda _: 3.5, mode__depth=depth, mode__experts__num_shared=1)
     assert "sees the future" in figures(capsys, tmp_path / "moe", tmp_path / "old")["warnings"][0]
+
+
+def test_of_a_record_without_all_rows_training_time_is_estimated_from_the_median_step(tmp_path):
+    """A row tells the seconds of the steps since the logged one before it, which is not there: one was slow."""
+    folder = write_run(tmp_path / "a", lambda _: 4.0)
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    kept = [row | {"perf/step_seconds": 30.0 if row["step"] == 50 else 0.5} for row in rows if row["step"] % 10 == 0]
+    write_rows(folder, kept)
+    run = read_run(folder)
+    assert run.seconds.tolist() == [0.5 * row["step"] for row in kept]
+    assert "training time is estimated" in run.notes[0] and not read_run(write_run(tmp_path / "b", lambda _: 4.0)).notes
 
 
 def test_training_time_has_no_pause_and_no_evaluation(tmp_path):

@@ -37,6 +37,11 @@ def test_every_unreadable_directory_is_one_clear_error(tmp_path):
     assert "line 1" in problem(folder) and "another version" in problem(folder)
     (folder / "metrics.jsonl").unlink()
     assert "has logged nothing yet" in problem(folder)
+    events = folder / "events.out.tfevents.1"
+    for damaged in (b"", b"no events at all" * 9):
+        events.write_bytes(damaged)
+        assert "has event files without a logged step: they are empty or damaged" in problem(folder)
+    events.unlink()
     (folder / "metrics.jsonl").write_text("".join(lines))
     (folder / "config.json").write_text(document[:100])
     assert "half-written" in problem(folder) and "not valid JSON" in problem(folder)
@@ -106,6 +111,11 @@ def test_a_directory_of_runs_stands_for_its_runs(tmp_path, capsys):
     assert [run["variant"] for run in found["runs"]] == ["b"]
     assert "passed over" in found["warnings"][0] and "no evaluations yet" in found["warnings"][0]
     assert "no evaluations yet" in fails(capsys, tmp_path / "a")
+
+
+def test_a_seed_may_stand_behind_a_space(tmp_path):
+    runs = [read_run(write_run(tmp_path / f"moe seed{seed}", lambda _: 4.0, mode__seed=seed)) for seed in (1, 2)]
+    assert [variant.label for variant in group_runs(runs)] == ["moe"]
 
 
 def test_variants_of_one_name_are_told_apart_by_their_paths(tmp_path):

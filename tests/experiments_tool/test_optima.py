@@ -7,13 +7,14 @@ import math
 import shutil
 import statistics
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from mode import accounting
 from mode.config_file import load_run_config
 from tests import closed_form_train as closed_form
-from tests.experiments_tool.using import STAND_IN, isoflop, run_tool, sweep
+from tests.experiments_tool.using import STAND_IN, isoflop, optima, run_tool, sweep
 
 SIZES = ("1x32", "2x32", "2x48", "3x64", "4x64")
 
@@ -85,6 +86,30 @@ def test_isoflop_says_when_the_optimum_is_at_the_edge_and_takes_the_best_member_
     assert two["isoflop"][0]["fit"] is None and two["isoflop"][0]["problem"].startswith("2 finished of the 3 sizes")
 
 
+def curve(losses: dict[str, tuple[float, float]]) -> optima.Curve:
+    """Of sizes by name: (parameters, loss)."""
+    points = []
+    for size, (parameters, loss) in losses.items():
+        cost = SimpleNamespace(parameters=parameters, active_parameters=parameters, flops_per_token=parameters)
+        member = SimpleNamespace(budget=1e10, label="moe", size=size)
+        points.append(SimpleNamespace(member=member, cost=cost, losses=(loss,), mean=loss))
+    (found,) = optima.curves(points, "parameters")
+    return found
+
+
+def test_there_is_no_optimum_where_the_best_size_is_at_the_edge_or_no_parabola_fits():
+    good = curve({"2x64": (1e5, 3.1), "3x64": (2e5, 3.0), "4x64": (4e5, 3.1)})
+    assert good.optimum is not None and good.optimum.parameters == pytest.approx(2e5) and good.problem is None
+    edge = curve({"2x64": (1e5, 3.0), "3x64": (1.2e5, 3.001), "4x64": (4e5, 3.3)})  # lowest between the first two
+    assert edge.curve is not None and edge.curve.lowest is not None and edge.optimum is None
+    assert edge.problem == "the best size, 2x64, is at the edge of the family: no optimum found (add sizes below it)"
+    assert edge.reference is edge.best
+    far = {"2x64": (640704, 2.2559), "3x64": (928256, 1.9495), "4x64": (1215808, 1.9355), "6x64": (1790912, 1.9499)}
+    steep = curve(far)  # its parabola would be lowest at 1.898, below every size
+    assert steep.optimum is None and steep.curve is None and steep.reference.loss == 1.9355
+    assert steep.problem.startswith("no parabola: the best one misses a size by 1.7%")
+
+
 def test_seeds_are_averaged_and_causal_losses_count(tmp_path, capsys, configs):
     arguments = ["--config", *configs, "--output", tmp_path / "out", "--command", STAND_IN, "--seeds", 0, 1, 5]
     found = run_tool(sweep, capsys, *arguments, "--vary", "mod:mode.depth.capacity_fraction=0.25,0.5", "--flops", "1e9")
@@ -139,3 +164,6 @@ def test_a_sweep_without_a_budget_warns_of_unequal_flops(tmp_path, capsys, confi
     assert f"from {mod['plan']['flops']:.3e} (mod-seed0) to {dense['plan']['flops']:.3e} (dense-seed0)" in error
     sweep.main([*map(str, arguments), "--flops", "1e9"])
     assert "differ in training FLOPs" not in capsys.readouterr().err
+    for rest in (["--command", STAND_IN], ["--report"]):
+        (warning,) = run_tool(sweep, capsys, *arguments[:-1], *rest)["warnings"]
+        assert "their losses are not at equal compute" in warning

@@ -28,7 +28,11 @@ def test_a_failing_member_is_reported_and_the_others_go_on(tmp_path, capsys, con
     assert good["state"] == "finished" and [point["seeds"] for point in found["points"]] == [[0]]
     report = run_tool(sweep, capsys, *arguments, "--vary", "mode.train.eval_sequences=13,14,15", "--report")
     assert [member["state"] for member in report["members"]] == ["unfinished", "not started", "finished"]
-    assert report["members"][0]["problem"] == "at step 6 of 12: stopped early or still running"
+    log = output / "logs" / f"{halfway['name']}.log"
+    assert report["members"][0]["problem"] == (
+        "at step 6 of 12: stopped early or still running; "
+        f"its log ends with: RuntimeError: this stand-in fails (log: {log})"
+    )
 
 
 def test_after_a_signal_no_other_member_is_started_even_if_the_one_running_ends_well(tmp_path, capsys, configs):

@@ -11,6 +11,8 @@ import pytest
 from tests import launch
 
 sys.path.append(str(launch.ROOT / "tools"))  # as when the tools are run as scripts
+from experiments import optima as optima  # noqa: E402
+
 from tools import isoflop as isoflop  # noqa: E402
 from tools import sweep as sweep  # noqa: E402
 

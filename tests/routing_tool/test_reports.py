@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import base64
-import importlib.util
 import json
+import os
 import shutil
+import subprocess
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from mode.training.recorder import _prune_events
 from tests import launch
 from tests.routing_tool.models import fails, open_model, report, routing
+from tools import evaluate
 from tools.routes import write
 
 PICTURES = {
@@ -154,12 +157,35 @@ def test_what_is_empty_half_written_or_of_another_version_is_one_clear_line(run,
     assert "format_version: is 99" in fails(capsys, exported)
 
 
-def test_wrong_arguments_and_models_are_one_line(world, capsys, monkeypatch):
+def test_wrong_arguments_and_models_are_one_line(world, capsys):
     assert "is a dense model" in fails(capsys, world / "dense") and not (world / "dense_routing").exists()
     for name, value in (("sequences", 0), ("batch_size", 0), ("leak", -1), ("texts", -1)):
         assert f"--{name}: is {value}; it must be at least" in fails(capsys, world / "mod", f"--{name}", value)
     message = fails(capsys, world / "mod", "--causal", "predictor")
     assert '--causal: is "predictor"; this model decides by top_k or router' in message
     assert "which torch refuses" in fails(capsys, world / "mod", "--device", "abacus")
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert 'pip install "deepspeed-mode[plots]"' in fails(capsys, world / "mod")
+    (world / "taken").write_text("")
+    assert f"--output: is {world / 'taken'}, no folder to write to" in fails(
+        capsys, world / "mod", "--output", world / "taken"
+    )
+
+
+def test_without_matplotlib_there_is_one_line(world):
+    code = (
+        "import sys; sys.modules['matplotlib'] = None; from tools import routing; sys.exit(routing.main(sys.argv[1:]))"
+    )
+    search = {"PYTHONPATH": f"{launch.ROOT}{os.pathsep}{launch.ROOT / 'tools'}"}
+    command = [sys.executable, "-c", code, str(world / "mod")]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | search)
+    assert done.returncode == 2 and 'pip install "deepspeed-mode[plots]"' in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_evaluation_of_chance_has_no_router_that_could_be_right(world, capsys):
+    assert evaluate.main([str(world / "stochastic"), "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert all(block["router_accuracy"] is None for block in figures["blocks"].values())
+    assert evaluate.main([str(world / "stochastic")]) == 0
+    assert "sees the future" not in capsys.readouterr().out
+    assert evaluate.main([str(world / "mod")]) == 0
+    assert "sees the future" in capsys.readouterr().out

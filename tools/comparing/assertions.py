@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from comparing.comparable import judge
-from comparing.matching import AXIS_NAMES, Figures, overlap, place, verdict
+from comparing.matching import AXIS_NAMES, NEARLY_THROUGH, Figures, overlap, place, through, verdict
 from mode.runs import Run, RunError, Variant
 
 
@@ -76,6 +76,13 @@ def better(first: Variant, second: Variant, by: float, axis: str) -> Figures:
     found = overlap(runs, axis)
     if found.problem is not None:
         raise RunError(first.runs[0].directory, f"cannot be compared with {second.label}: {found.problem}")
+    shares = [through(variant, axis, found.high) for variant in (first, second)]
+    if shares[1] is not None and shares[1] < NEARLY_THROUGH and (shares[0] is None or shares[0] >= NEARLY_THROUGH):
+        raise RunError(
+            second.runs[0].directory,
+            f"{second.label} is only through {shares[1]:.0%} of its steps where it is compared, its learning rate "
+            "still high: let it finish, or compare runs of equal length",
+        )
     judged = verdict(first, second, axis, common)
     mine, other = judged["loss"]["mean"], judged["baseline_loss"]["mean"]
     gain = (other - mine) / other

@@ -15,6 +15,7 @@ from mode.runs import Run, Variant
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 STYLES = ("-", "--", "-.", ":")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+LEGEND_LETTERS, LEGEND_MARK = 120, 8  # of a line below a picture; what a line's mark takes of them
 TIME_UNITS = ((7200.0, 3600.0, "hours"), (120.0, 60.0, "minutes"), (0.0, 1.0, "seconds"))
 
 
@@ -39,10 +40,15 @@ def draw(variants: Sequence[Variant], common: Comparability, path: str) -> None:
     panels[0].set_ylabel(f"validation loss ({common.unit}){which}", fontsize=12)
     handles, labels = panels[0].get_legend_handles_labels()
     if handles:
-        columns = min(4, len(handles))
+        columns = legend_columns(labels)
         figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=11)
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
+
+
+def legend_columns(labels: Sequence[str]) -> int:
+    """How many fit side by side below a picture of 12 inches."""
+    return max(1, min(len(labels), LEGEND_LETTERS // (max(map(len, labels)) + LEGEND_MARK)))
 
 
 def _unit(runs: Sequence[Run], axis: str) -> tuple[float, str]:

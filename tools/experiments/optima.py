@@ -14,6 +14,7 @@ AXES = {
     "active": "active parameters per token",
     "flops_per_token": "forward FLOPs per token",
 }
+MOST_MISSED = 0.01  # of a loss, about what seeds differ by: beyond it a parabola does not describe the sizes
 QUANTITIES = ("parameters", "active_parameters", "flops_per_token")
 
 
@@ -70,10 +71,18 @@ def _curve(budget: float, label: str, points: list[Point], axis: str) -> Curve:
     if found is None:
         problem = f"{len(points)} finished of the {FEWEST_SIZES} sizes that a curve needs"
         return Curve(budget, label, points, None, None, best, problem)
+    places = [place(point, axis) for point in points]
+    missed = max(abs(float(found.at(x)) / point.mean - 1) for x, point in zip(places, points, strict=True))
+    if missed > MOST_MISSED:
+        problem = f"no parabola: the best one misses a size by {missed:.1%} of its loss; add sizes around {best.size}"
+        return Curve(budget, label, points, None, None, best, problem)
     lowest = found.lowest
     if lowest is None:
         return Curve(budget, label, points, found, None, best, found.problem)
-    places = [place(point, axis) for point in points]
+    if best.size in (points[0].member.size, points[-1].member.size):
+        where = "below" if best.size == points[0].member.size else "above"
+        problem = f"the best size, {best.size}, is at the edge of the family: no optimum found (add sizes {where} it)"
+        return Curve(budget, label, points, found, None, best, problem)
     values = {name: between(lowest, places, [getattr(point.cost, name) for point in points]) for name in QUANTITIES}
     return Curve(budget, label, points, found, Optimum(float(found.at(lowest)), **values), best, None)
 

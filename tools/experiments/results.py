@@ -84,18 +84,18 @@ class Results:
         return {"unit": self.unit, "warnings": self.warnings, "members": members, "points": points}
 
 
-def gather(outcomes: Sequence[Outcome]) -> Results:
+def gather(outcomes: Sequence[Outcome], warnings: Sequence[str] = ()) -> Results:
+    """`warnings` are of the plan."""
     done = [(outcome.member, outcome.run) for outcome in outcomes if outcome.finished and outcome.run is not None]
     if not done:
-        return Results(list(outcomes), [], None, [])
+        return Results(list(outcomes), [], None, list(warnings))
     common = judge([run for _, run in done])
     places: dict[Any, list[tuple[Member, Run]]] = {}
     for member, run in done:
         places.setdefault(member.point, []).append((member, run))
     points = [_point(pairs, common) for pairs in places.values()]
-    warnings = [*common.warnings, *filter(None, (_far_from_budget(member, run) for member, run in done))]
-    warnings += _other_seeds(points)
-    return Results(list(outcomes), points, common, warnings)
+    far = filter(None, (_far_from_budget(member, run) for member, run in done))
+    return Results(list(outcomes), points, common, [*warnings, *common.warnings, *far, *_other_seeds(points)])
 
 
 def _point(pairs: Sequence[tuple[Member, Run]], common: Comparability) -> Point:

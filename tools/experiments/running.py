@@ -33,10 +33,8 @@ INTERRUPTED = 75  # as train.py returns it: the run can be resumed
 LINE = 110  # of progress on a terminal
 PAUSE = 0.1  # seconds between two looks at what runs
 
-# What may change between the parts of a member's run without making it another one; the seed may not.
-MAY_CHANGE = re.compile(
-    r"mode\.train\.(log_every|save_every|keep_last|stop_after|monitor|watchdog_seconds)|mode\.experts\.(backend|ep_size)"
-)
+# What may change, beside what makes no other variant, between the parts of a member's run; the seed may not.
+MAY_CHANGE = re.compile(r"mode\.experts\.(backend|ep_size)")
 
 
 @dataclass(frozen=True)
@@ -65,9 +63,9 @@ def look(member: Member, output: Path) -> Outcome:
     try:
         run = read_run(folder)
     except RunError as error:
-        return Outcome(member, None, "unfinished", str(error))
+        return Outcome(member, None, "unfinished", f"{error}{_end_of_log(member, output)}")
     if not run.finished:
-        return Outcome(member, run, "unfinished", run.state)
+        return Outcome(member, run, "unfinished", f"{run.state}{_end_of_log(member, output)}")
     step = run.diverged_at(run.loss_tag)
     if step is not None:
         return Outcome(member, run, "failed", f"its loss is not finite from step {step} on")
@@ -206,7 +204,8 @@ class Runner:
             return outcome
         if code == INTERRUPTED or (self.interrupted and code != 0):
             run = outcome.run
-            where = f"at step {run.last['step']:.0f}" if run is not None else "before its first evaluation"
+            logged = f"after its last logged step, {run.last['step']:.0f}" if run is not None else ""
+            where = logged or "before its first evaluation"
             return Outcome(member, run, "interrupted", f"{where}; it can be resumed")
         if code != 0:
             how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
@@ -254,10 +253,21 @@ def _lines(log: Path, start: int, most: int = 20_000) -> list[str]:
     return [line.strip() for line in text.splitlines() if line.strip()]
 
 
+ERROR = re.compile(r"(\w+(\.\w+)*)?error\b", re.IGNORECASE)  # at the start of a line
+END_OF_LOG = 5  # lines
+
+
 def last_error(log: Path, start: int = 0) -> str:
     lines = _lines(log, start)
-    errors = [line for line in lines if re.match(r"(\w+(\.\w+)*)?error\b", line, re.IGNORECASE)]
+    errors = [line for line in lines if ERROR.match(line)]
     return (errors or lines or ["it printed nothing"])[-1]
+
+
+def _end_of_log(member: Member, output: Path) -> str:
+    """The error that a member's log ends with, if it does: whoever only reports has nothing else to tell failure by."""
+    log = log_file(member, output)
+    errors = [line for line in _lines(log, 0)[-END_OF_LOG:] if ERROR.match(line)] if log.is_file() else []
+    return f"; its log ends with: {errors[-1]} (log: {log})" if errors else ""
 
 
 def note(text: str) -> None:

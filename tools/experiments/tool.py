@@ -87,17 +87,20 @@ def conduct(
     picture: str,
 ) -> int:
     """Exit code 0; 1 when a member failed; 2 for wrong usage; 75 when interrupted."""
+    from experiments.members import missed_budgets, unequal_flops
     from experiments.results import gather
     from experiments.running import INTERRUPTED
     from mode.runs import RunError
     from mode.section import ConfigError
 
     try:
-        outcomes, interrupted = _outcomes(options, plan)
+        members = _members(options, plan)
+        warnings = [*missed_budgets(members, options.world_size), *unequal_flops(members)]
+        outcomes, interrupted = _outcomes(options, members, warnings)
         if options.plan:
             _print_plan(outcomes, options.json)
             return 0
-        results = gather(outcomes)
+        results = gather(outcomes, warnings)
         found = report(results, options)
         written = _draw(options, results, found, draw, picture)
         if options.write:
@@ -117,28 +120,34 @@ def conduct(
     return 1 if "failed" in states else 0
 
 
-def _outcomes(
-    options: argparse.Namespace, plan: Callable[[argparse.Namespace], list[Member]]
-) -> tuple[list[Outcome], bool]:
-    from experiments.members import missed_budgets, unequal_flops
-    from experiments.running import Runner, check_unchanged, look, parse_command
+def _members(options: argparse.Namespace, plan: Callable[[argparse.Namespace], list[Member]]) -> list[Member]:
+    from experiments.running import check_unchanged
     from mode.section import ConfigError
 
     output = Path(options.output)
-    if options.plot and Path(options.plot).suffix not in (".png", ".pdf", ".svg"):
+    if options.plot and Path(options.plot).suffix.lower() not in (".png", ".pdf", ".svg"):
         raise ConfigError("--plot", f"is {options.plot}; it must end in .png, .pdf or .svg")
     if options.plan and options.report:
         raise ConfigError("--plan", "and --report exclude each other")
     if options.report and not output.is_dir():
         raise ConfigError("--output", f"{output} is no directory; --report needs what the tool wrote without it")
     members = plan(options)
-    command = parse_command(options.command)
     for member in members:
         check_unchanged(member, output)
-    if not options.report:
-        for warning in (*missed_budgets(members, options.world_size), *unequal_flops(members)):
-            print(f"warning: {warning}", file=sys.stderr)
-    if options.plan or options.report:
+    return members
+
+
+def _outcomes(
+    options: argparse.Namespace, members: Sequence[Member], warnings: Sequence[str]
+) -> tuple[list[Outcome], bool]:
+    from experiments.running import Runner, look, parse_command
+
+    output, command = Path(options.output), parse_command(options.command)
+    if options.report:
+        return [look(member, output) for member in members], False
+    for warning in warnings:  # before hours of training, and again in the report
+        print(f"warning: {warning}", file=sys.stderr)
+    if options.plan:
         return [look(member, output) for member in members], False
     runner = Runner(output, command, own=options.command is None, jobs=options.jobs)
     return runner.run(members), runner.interrupted

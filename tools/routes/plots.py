@@ -132,7 +132,7 @@ def predictor(steps: Sequence[int], accuracy: Sequence[float], depth: dict[str, 
     axes.set(xlabel="step", ylabel="agrees with top-k about a token", title=title)
     axes.set_ylim(min(skip, *accuracy) - 0.01, 1)
     axes.yaxis.set_major_formatter(PercentFormatter(1))
-    axes.legend(frameon=False, loc="center right")
+    axes.legend(frameon=False, loc="best")
     axes.spines[["top", "right"]].set_visible(False)
     return figure
 
