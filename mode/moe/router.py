@@ -31,11 +31,6 @@ def join_no_ops(x_XJ: Tensor, num_experts: int) -> Tensor:
     return torch.cat([x_XJ[..., :num_experts], no_op_X1], dim=-1)
 
 
-def softmax_of_columns(logits_TJ: Tensor) -> Tensor:
-    """Over the columns of each token, but stored column by column: of rows of 8 values torch's is slow on CPUs."""
-    return logits_TJ.t().contiguous().softmax(dim=0).t()
-
-
 def largest_columns(logits_TJ: Tensor, top_k: int) -> Tensor:
     """The K largest columns of each token, best first; of equals, the lower column.
 
@@ -75,7 +70,7 @@ class ExpertRouter(nn.Module):
 
     def forward(self, x_TD: Tensor) -> ExpertRouting:
         logits_TJ = self.scorer(x_TD)
-        scores_TJ = softmax_of_columns(logits_TJ)
+        scores_TJ = logits_TJ.softmax(dim=-1)
         choices_TK = largest_columns(self.selection_logits(logits_TJ), self.config.top_k)
         gates_TK = self.to_gates(scores_TJ.gather(1, choices_TK))
         processed_TK = choices_TK < self.config.num_experts
