@@ -18,9 +18,9 @@ from mode.section import ConfigError, Section, choice, flag, integer, number, se
 # The sections
 
 
-def exact(value: float) -> Fraction:
+def exact(value: float | Fraction) -> Fraction:
     """The decimal number the user wrote, not its binary neighbour: 0.07 is 7/100."""
-    return Fraction(repr(value))
+    return value if isinstance(value, Fraction) else Fraction(repr(value))
 
 
 ROUNDING = Fraction(1, 10**12)  # a share such as 1/3 cannot be written exactly
@@ -162,6 +162,7 @@ class DepthConfig(Section):
     """Depth routing: which tokens of a sequence enter a block."""
 
     capacity_fraction: float = number(above=0, at_most=1)
+    warmup_fraction: float = number(0.0, at_least=0, below=1)  # of the steps: from all tokens to the capacity
     every: int = integer(2)
     selection: str = choice("learned", of=("learned", "stochastic", "token_choice"))
     gate: str = choice("raw", of=("raw", "sigmoid", "tanh", "one"))
@@ -197,6 +198,12 @@ class DepthConfig(Section):
                 'use "raw", "sigmoid" or "tanh"',
             )
         if self.selection == "token_choice":
+            if self.warmup_fraction:
+                raise ConfigError(
+                    "warmup_fraction",
+                    f'is {self.warmup_fraction:g} with selection "token_choice", whose balance is about one share of '
+                    "the tokens; set it to 0",
+                )
             for name in ("predictor", "aux_loss"):
                 if getattr(self, name) is not None:
                     raise ConfigError(

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from mode import accounting
 from mode.config import ModeConfig
-from mode.config_file import load_run_config
+from mode.config_file import RunConfig, load_run_config
 
 FLOOR, CURVATURE, PER_SEED = 3.0, 0.05, 0.01
 OPTIMUM = {False: 40_000.0, True: 50_000.0}  # parameters, without and with depth routing
@@ -28,6 +28,13 @@ def loss_of(config: ModeConfig) -> float:
     return FLOOR - GAIN * routed + CURVATURE * away**2 + PER_SEED * config.seed
 
 
+def flops_until(step: int, steps: int, run: RunConfig) -> int:
+    depth = run.mode.depth
+    if depth is None:
+        return step * accounting.step_flops(run, 1)
+    return sum(accounting.step_flops(run, 1, accounting.kept_fraction(depth, past, steps)) for past in range(step))
+
+
 def main(config_file: str, output_dir: str) -> int:
     run = load_run_config(config_file)
     if run.mode.train.eval_sequences == 14:
@@ -37,11 +44,16 @@ def main(config_file: str, output_dir: str) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps({**run.deepspeed, "mode": run.mode.to_dict()}))
     steps, loss, routed = accounting.num_steps(run, 1), loss_of(run.mode), run.mode.depth is not None
-    tokens, flops = 4 * run.mode.model.sequence_length, accounting.step_flops(run, 1)
+    tokens = 4 * run.mode.model.sequence_length
     with (folder / "metrics.jsonl").open("w") as metrics:
         for step in (max(1, steps // 2), steps):
             ahead = 1.0 if step < steps else 0.0
-            row = {"step": step, "tokens": step * tokens, "flops": step * flops, "perf/step_seconds": 0.5}
+            row = {
+                "step": step,
+                "tokens": step * tokens,
+                "flops": flops_until(step, steps, run),
+                "perf/step_seconds": 0.5,
+            }
             row["loss/val"] = loss + ahead - TOP_K_GAIN * routed
             if routed:
                 row["loss/val_causal"] = loss + ahead

@@ -50,7 +50,7 @@ TINY: dict[str, Any] = {
             "balance_bias": {"rate": 0.05},
             "z_loss_weight": 0.001,
         },
-        "depth": {"capacity_fraction": 0.25, "predictor": {"width": 8}},
+        "depth": {"capacity_fraction": 0.25, "warmup_fraction": 0.6, "predictor": {"width": 8}},
         "data": {"source": "files", "files": {"paths": ["corpus/*.txt"]}, "tokenizer": "bytes"},
         "train": {"steps": 12, "log_every": 1, "eval_every": 4, "eval_sequences": 5, "save_every": 3, "keep_last": 2},
     },

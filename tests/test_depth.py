@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -221,3 +223,21 @@ def test_inputs_are_not_changed_in_place():
     before = x_BLD.detach().clone()
     block(x_BLD, place(config, 2, 10), KEYS)
     assert torch.equal(x_BLD.detach(), before)
+
+
+@pytest.mark.parametrize("depth", [{}, {"selection": "stochastic", "gate": "one"}], ids=["learned", "stochastic"])
+def test_a_router_told_to_keep_another_share_keeps_it(depth):
+    block = routed_block(make_config(depth={"capacity_fraction": 0.125, **depth}))
+    x_BLD = random_stream(length=24)
+    for kept, capacity in ((Fraction(1), 24), (Fraction(1, 3), 8), (Fraction(3, 10), 8)):
+        block.router.kept_fraction = kept
+        assert block.router(x_BLD, KEYS).kept_BS.shape == (2, capacity)
+
+
+def test_chance_decides_by_the_share_that_is_kept_now():
+    router = routed_block(make_config(depth={"selection": "stochastic", "gate": "one"})).router
+    positions_BL = torch.arange(4000).expand(2, -1)
+    for kept in (Fraction(1), Fraction(2, 3), Fraction(1, 8)):
+        router.kept_fraction = kept
+        keep_BL = router.decide(torch.zeros(2, 4000, 16), KEYS, positions_BL, "router").keep_BL
+        assert keep_BL.double().mean().item() == pytest.approx(float(kept), abs=0.02)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -123,6 +125,19 @@ def test_depth_routed_counts_equal_the_expectation_exactly():
     ids = torch.randint(40, (3, 16), generator=torch.Generator().manual_seed(0))
     counts = [record.counts() for record in ModeTransformer(config)(ids).routing]
     assert counts == accounting.expected_counts(config, rows=3)
+
+
+def test_a_model_told_to_keep_another_share_is_counted_by_it():
+    config = make_config(depth={}, experts={"num_no_ops": 0, "no_op_fraction": 0.0}, model={"num_layers": 4})
+    ids = torch.randint(40, (3, 16), generator=torch.Generator().manual_seed(0))
+    model, outputs = ModeTransformer(config), []
+    for kept in (Fraction(1), Fraction(5, 8), Fraction(1, 3)):
+        model.keep(kept)
+        forward = counted(lambda: outputs.append(model(ids)))
+        counts = accounting.expected_counts(config, rows=3, kept=kept)
+        assert [record.counts() for record in outputs[-1].routing] == counts
+        assert forward == accounting.model_flops(config, counts).forward
+        assert {block.slots for block in counts[1::2]} == {math.ceil(kept * 16)}
 
 
 def test_activation_checkpointing_adds_the_blocks_forward_to_backward():

@@ -24,6 +24,8 @@ from mode.accounting.counts import (
     expected_block_counts,
     expected_counts,
     expert_capacity,
+    kept_fraction,
+    steps_by_capacity,
 )
 from mode.accounting.flops import (
     Flops,
@@ -35,6 +37,7 @@ from mode.accounting.flops import (
     num_steps,
     per_token,
     recompute_flops,
+    run_flops,
     step_flops,
 )
 from mode.accounting.memory import (
@@ -47,6 +50,7 @@ from mode.accounting.memory import (
     cache_slots,
     logits_bytes,
     memory_per_rank,
+    most_kept,
 )
 from mode.accounting.parameters import (
     active_block_parameters,
@@ -90,17 +94,21 @@ __all__ = [
     "expected_counts",
     "expert_capacity",
     "head_flops",
+    "kept_fraction",
     "leaving_bytes",
     "logits_bytes",
     "memory_per_rank",
     "model_flops",
     "model_flops_by_part",
     "model_parameters",
+    "most_kept",
     "num_expert_parameters",
     "num_parameters",
     "num_steps",
     "per_token",
     "recompute_flops",
+    "run_flops",
     "state_memory",
     "step_flops",
+    "steps_by_capacity",
 ]

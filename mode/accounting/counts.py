@@ -6,13 +6,36 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
-from mode.config import ModeConfig, exact
+from mode.config import DepthConfig, ModeConfig, exact
 
 
-def depth_capacity(fraction: float, length: int) -> int:
+def depth_capacity(fraction: float | Fraction, length: int) -> int:
     """C, how many of `length` tokens a routed block keeps: ceil(fraction x length), in exact decimals."""
     return math.ceil(exact(fraction) * length)
+
+
+def kept_fraction(depth: DepthConfig, step: int, num_steps: int) -> Fraction:
+    """The share of a sequence that routed blocks keep in step `step`, from 0 on, of a run.
+
+    During the warm-up it falls evenly: before the first step it would be 1, and in its last one it is the capacity.
+    """
+    capacity, warmup = exact(depth.capacity_fraction), exact(depth.warmup_fraction) * num_steps
+    return capacity if step + 1 >= warmup else 1 - (1 - capacity) * (step + 1) / warmup
+
+
+def steps_by_capacity(depth: DepthConfig, num_steps: int, length: int) -> dict[int, int]:
+    """How many of a run's steps keep how many of `length` tokens."""
+    capacity, warmup = exact(depth.capacity_fraction), exact(depth.warmup_fraction) * num_steps
+    least = depth_capacity(capacity, length)
+    begins = {length: 0}  # the first step that keeps no more
+    for kept in range(length - 1, least - 1, -1):
+        begins[kept] = max(0, math.ceil(warmup * (1 - Fraction(kept, length)) / (1 - capacity)) - 1)
+    begins[least - 1] = num_steps
+    return {
+        kept: begins[kept - 1] - begin for kept, begin in begins.items() if kept >= least and begins[kept - 1] > begin
+    }
 
 
 def expert_capacity(capacity_factor: float, top_k: int, tokens: int, no_op_fraction: float, num_experts: int) -> int:
@@ -55,16 +78,22 @@ class BlockCounts:
 
 
 def expected_block_counts(
-    config: ModeConfig, layer: int, rows: int, length: int | None = None, training: bool = True
+    config: ModeConfig,
+    layer: int,
+    rows: int,
+    length: int | None = None,
+    training: bool = True,
+    kept: Fraction | None = None,
 ) -> BlockCounts:
     """What block `layer` does with `rows` sequences when every column gets exactly its target share.
 
-    Evaluation (`training=False`) is dropless. Under token_choice the kept share is the capacity.
+    Evaluation (`training=False`) is dropless. `kept` is the share that a routed block keeps, by default the capacity
+    fraction; under token_choice, too.
     """
     length = config.model.sequence_length if length is None else length
     slots = length
     if config.depth is not None and config.is_routed(layer):
-        slots = depth_capacity(config.depth.capacity_fraction, length)
+        slots = depth_capacity(config.depth.capacity_fraction if kept is None else kept, length)
     tokens = rows * slots
     experts = config.experts
     if experts is None:
@@ -80,10 +109,15 @@ def expected_block_counts(
 
 
 def expected_counts(
-    config: ModeConfig, rows: int, length: int | None = None, training: bool = True
+    config: ModeConfig,
+    rows: int,
+    length: int | None = None,
+    training: bool = True,
+    kept: Fraction | None = None,
 ) -> list[BlockCounts]:
     """`expected_block_counts` of every block."""
-    return [expected_block_counts(config, layer, rows, length, training) for layer in range(config.model.num_layers)]
+    layers = range(config.model.num_layers)
+    return [expected_block_counts(config, layer, rows, length, training, kept) for layer in layers]
 
 
 def check_conserved(config: ModeConfig, layer: int, counts: BlockCounts) -> None:

@@ -6,11 +6,20 @@ FlopCounterMode leaves them out.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from mode.accounting.counts import BlockCounts, check_blocks, check_conserved, expected_counts
+from mode.accounting.counts import (
+    BlockCounts,
+    check_blocks,
+    check_conserved,
+    expected_block_counts,
+    expected_counts,
+    steps_by_capacity,
+)
 from mode.accounting.parameters import block_parameters, one_expert_parameters
 from mode.config import ModeConfig
 from mode.config_file import RunConfig
@@ -108,10 +117,41 @@ def recompute_flops(config: ModeConfig, counts: Sequence[BlockCounts]) -> int:
     return sum(block_flops(config, layer, block).forward for layer, block in enumerate(counts))
 
 
-def step_flops(run: RunConfig, world_size: int) -> int:
-    """The training FLOPs an optimizer step is expected to take, over all ranks."""
+def step_flops(run: RunConfig, world_size: int, kept: Fraction | None = None) -> int:
+    """The training FLOPs an optimizer step is expected to take, over all ranks.
+
+    `kept` is the share of a sequence that routed blocks keep, by default the capacity fraction.
+    """
     micro, accumulation = run.engine.batch_layout(world_size)
-    return model_flops(run.mode, expected_counts(run.mode, micro)).training * accumulation * world_size
+    return model_flops(run.mode, expected_counts(run.mode, micro, kept=kept)).training * accumulation * world_size
+
+
+def run_flops(run: RunConfig, world_size: int, steps: int) -> int:
+    """The training FLOPs that a run of `steps` optimizer steps is expected to take, the depth warm-up included."""
+    return _flops_of_steps(run, world_size)(steps)
+
+
+def _flops_of_steps(run: RunConfig, world_size: int) -> Callable[[int], int]:
+    depth, length = run.mode.depth, run.mode.model.sequence_length
+    each = step_flops(run, world_size)
+    if depth is None or not depth.warmup_fraction:
+        return lambda steps: steps * each
+
+    config, (micro, accumulation) = run.mode, run.engine.batch_layout(world_size)
+    routed = [layer for layer in range(config.model.num_layers) if config.is_routed(layer)]
+
+    @functools.cache
+    def of_a_routed_block(kept: Fraction | None) -> int:  # all of them are alike
+        return block_flops(config, routed[0], expected_block_counts(config, routed[0], micro, kept=kept)).training
+
+    def total(steps: int) -> int:
+        more = sum(
+            times * (of_a_routed_block(Fraction(kept, length)) - of_a_routed_block(None))
+            for kept, times in steps_by_capacity(depth, steps, length).items()
+        )
+        return steps * each + more * len(routed) * accumulation * world_size
+
+    return total
 
 
 def num_steps(run: RunConfig, world_size: int) -> int:
@@ -122,4 +162,9 @@ def num_steps(run: RunConfig, world_size: int) -> int:
     if train.tokens is not None:
         return max(1, round(train.tokens / (micro * accumulation * world_size * run.mode.model.sequence_length)))
     assert train.flops is not None
-    return max(1, round(train.flops / step_flops(run, world_size)))
+    most = max(1, round(train.flops / step_flops(run, world_size)))  # as many as without a warm-up, which only adds
+    if run.mode.depth is None or not run.mode.depth.warmup_fraction:
+        return most
+    budget, total = train.flops, _flops_of_steps(run, world_size)
+    enough = bisect_left(range(most), budget, key=total)
+    return max(1, min(enough - 1, enough, key=lambda steps: abs(total(steps) - budget)))

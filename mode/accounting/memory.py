@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from fractions import Fraction
 
 from mode.accounting.counts import BlockCounts, check_blocks, expected_counts
 from mode.accounting.parameters import num_expert_parameters, num_parameters
@@ -81,6 +82,14 @@ def cache_bytes_saved(config: ModeConfig, counts: Sequence[BlockCounts], element
     return full - cache_bytes(config, counts, element_size)
 
 
+def most_kept(config: ModeConfig) -> Fraction | None:
+    """The largest share of a sequence that routed blocks keep in a run: a warm-up begins with next to all.
+
+    None: the capacity fraction, throughout.
+    """
+    return Fraction(1) if config.depth is not None and config.depth.warmup_fraction else None
+
+
 def memory_per_rank(run: RunConfig, world_size: int, zero_stage: int | None = None) -> RankMemory:
     """Bytes per rank in training; of `zero_stage` instead of the configured one if given."""
     config = run.mode
@@ -95,6 +104,6 @@ def memory_per_rank(run: RunConfig, world_size: int, zero_stage: int | None = No
     element_size = ELEMENT_SIZE[zero.precision]
     return dataclasses.replace(
         state_memory(num_parameters(config) - experts, experts, world_size, ep_size, zero),
-        activations=activation_bytes(config, expected_counts(config, rows), element_size),
+        activations=activation_bytes(config, expected_counts(config, rows, kept=most_kept(config)), element_size),
         logits=logits_bytes(config, rows, config.model.sequence_length, element_size),
     )

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mode.accounting import depth_capacity
-from mode.config import DepthConfig, PredictorConfig
+from mode.config import DepthConfig, PredictorConfig, exact
 from mode.depth.noise import keyed_noise, noise_at
 from mode.layers import Float32Linear, at_least_float32
 from mode.routing import DepthRouting
@@ -76,7 +76,7 @@ class DepthRouter(nn.Module):
 
     def __init__(self, config: DepthConfig) -> None:
         super().__init__()
-        self.capacity_fraction = config.capacity_fraction
+        self.kept_fraction = exact(config.capacity_fraction)  # of a sequence; another during a warm-up
         self.gate = GATES[config.gate]
 
     def decide(self, x_BLD: Tensor, sample_keys_B: Tensor, positions_BL: Tensor, method: str) -> Decision:
@@ -107,7 +107,7 @@ class LearnedRouter(DepthRouter):
 
     def forward(self, x_BLD: Tensor, sample_keys_B: Tensor) -> DepthRouting:
         logits_BL = self.scorer(x_BLD).squeeze(-1)
-        kept_BS = largest(logits_BL, depth_capacity(self.capacity_fraction, x_BLD.shape[1]))
+        kept_BS = largest(logits_BL, depth_capacity(self.kept_fraction, x_BLD.shape[1]))
         gates_BS = self.gate(logits_BL.gather(1, kept_BS))
         predicted_BL = None if self.predictor is None else self.predictor(x_BLD)
         return DepthRouting(logits_BL, kept_BS, gates_BS, None, predicted_BL)
@@ -131,13 +131,13 @@ class StochasticRouter(DepthRouter):
 
     def forward(self, x_BLD: Tensor, sample_keys_B: Tensor) -> DepthRouting:
         noise_BL = keyed_noise(sample_keys_B, self.seed, self.layer, x_BLD.shape[1])
-        kept_BS = largest(noise_BL, depth_capacity(self.capacity_fraction, x_BLD.shape[1]))
+        kept_BS = largest(noise_BL, depth_capacity(self.kept_fraction, x_BLD.shape[1]))
         return DepthRouting(noise_BL, kept_BS, self.gate(noise_BL.gather(1, kept_BS)), None, None)
 
     def decide(self, x_BLD: Tensor, sample_keys_B: Tensor, positions_BL: Tensor, method: str) -> Decision:
-        """Kept where the noise is above the level that the capacity fraction of all noise exceeds."""
+        """Kept where the noise is above the level that the kept share of all noise exceeds."""
         noise_BL = noise_at(sample_keys_B, self.seed, self.layer, positions_BL)
-        above = 1 - self.capacity_fraction
+        above = float(1 - self.kept_fraction)
         level = statistics.NormalDist().inv_cdf(above) if above > 0 else float("-inf")
         return Decision(noise_BL, noise_BL > level, None)
 
@@ -154,7 +154,7 @@ class TokenChoiceRouter(DepthRouter):
 
     def forward(self, x_BLD: Tensor, sample_keys_B: Tensor) -> DepthRouting:
         logits_BL = self.scorer(x_BLD).squeeze(-1)
-        allowed_BS = largest(logits_BL, depth_capacity(self.capacity_fraction, x_BLD.shape[1]))
+        allowed_BS = largest(logits_BL, depth_capacity(self.kept_fraction, x_BLD.shape[1]))
         allowed_BL = torch.zeros_like(logits_BL, dtype=torch.bool).scatter(1, allowed_BS, True)
         return _ragged(logits_BL, allowed_BL & (logits_BL > 0), self.gate, None)
 

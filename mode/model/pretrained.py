@@ -40,6 +40,7 @@ FREE = {
     "experts.z_loss_weight",
     "experts.backend",
     "experts.ep_size",
+    "depth.warmup_fraction",
     "depth.predictor.weight",
     "depth.aux_loss.weight",
     "depth.balance_weight",

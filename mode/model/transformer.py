@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mode.config import ModeConfig
 from mode.losses import compute_losses
-from mode.model.block import ExpertLayer, build_block
+from mode.model.block import DepthRoutedBlock, ExpertLayer, build_block
 from mode.model.initialise import initialise
 from mode.model.pretrained import read_config, read_weights
 from mode.model.rope import rope_tables
@@ -169,6 +170,12 @@ class ModeTransformer(nn.Module):
             seed=seed,
             causal=causal,
         )
+
+    def keep(self, fraction: Fraction) -> None:
+        """From now on routed blocks keep this share of a sequence instead of the capacity: for steps of a warm-up."""
+        for block in self.blocks:
+            if isinstance(block, DepthRoutedBlock):
+                block.router.kept_fraction = fraction
 
     def move_biases(self, choice_counts: dict[int, Tensor]) -> None:
         """Moves every selection bias by how often the global batch chose each column, per layer.

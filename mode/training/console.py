@@ -70,6 +70,7 @@ def plan_table(run: RunConfig, world_size: int) -> str:
     rows = micro * accumulation * world_size
     config, steps = run.mode, accounting.num_steps(run, world_size)
     flops = accounting.step_flops(run, world_size)
+    warmed_up = " after the warm-up" if config.depth is not None and config.depth.warmup_fraction else ""
     active = sum(accounting.active_parameters(config, accounting.expected_counts(config, micro)).values())
     memory = accounting.memory_per_rank(run, world_size)
     return table(
@@ -79,7 +80,7 @@ def plan_table(run: RunConfig, world_size: int) -> str:
             ("steps", f"{steps:,} of {rows * config.model.sequence_length:,} tokens"),
             (
                 "training FLOPs",
-                f"{flops:.3e} per step, {steps * flops:.3e} in all",
+                f"{flops:.3e} per step{warmed_up}, {accounting.run_flops(run, world_size, steps):.3e} in all",
             ),
             ("layout", f"ZeRO stage {run.engine.zero_stage}, {run.engine.precision}, {world_size} ranks"),
             ("memory per rank", f"about {memory.total / 2**20:,.0f} MiB"),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -48,13 +49,14 @@ def routing_sums(config: ModeConfig, routing: Sequence[BlockRouting]) -> Tensor:
     return torch.stack(rows)
 
 
-def counted_flops(config: ModeConfig, rows: int, sums: Sequence[Sequence[float]]) -> int:
+def counted_flops(config: ModeConfig, rows: int, sums: Sequence[Sequence[float]], kept: Fraction | None = None) -> int:
     """Training FLOPs of a step of `rows` sequences over all ranks, from the routes it took.
 
+    `kept` is the share of a sequence that routed blocks kept, by default the capacity fraction.
     Rows of a token-choice block run at the length of the fullest of their micro-batch; counted here is
     the expected length, the capacity.
     """
-    expected = accounting.expected_counts(config, rows)
+    expected = accounting.expected_counts(config, rows, kept=kept)
     counts = [
         BlockCounts(
             rows, block.length, block.slots, int(row[KEPT]), int(row[PROCESSED]), int(row[NO_OP]), int(row[DROPPED])

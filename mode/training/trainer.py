@@ -7,7 +7,9 @@ FLOPs); those are what a checkpoint holds, so a resumed run repeats the uninterr
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ import torch
 from torch import Tensor, distributed
 
 from mode import accounting
+from mode.config import exact
 from mode.config_file import RunConfig
 from mode.data import Batch, PackedData, TrainLoader
 from mode.model.transformer import ModeTransformer
@@ -135,12 +138,13 @@ class Trainer:
             self._refuse_what_is_not_finite(verdict, inputs)
             stop = verdict.stop
 
-        step = optimizer_step(self.engine, self.run, self._batches(position), self.device, approve)
+        with self._warming_up(position) as kept:
+            step = optimizer_step(self.engine, self.run, self._batches(position), self.device, approve)
         listed = step.sums.tolist()
         self.position = {
             "step": position + 1,
             "tokens": self.position["tokens"] + self.global_rows * self.config.model.sequence_length,
-            "flops": self.position["flops"] + counted_flops(self.config, self.global_rows, listed),
+            "flops": self.position["flops"] + counted_flops(self.config, self.global_rows, listed, kept),
         }
         if (position + 1) % self.config.train.log_every and position + 1 != self.num_steps:
             return None, stop
@@ -156,6 +160,17 @@ class Trainer:
             for tag, seen in routing_histograms(step.last.routing, listed):
                 self.recorder.write_histogram(tag, seen, self.position["step"])
         return values, stop
+
+    @contextmanager
+    def _warming_up(self, step: int) -> Iterator[Fraction | None]:
+        """Routed blocks keep the share of a step while it trains; what is evaluated is the model as it will be used."""
+        if self.config.depth is None:
+            yield None
+            return
+        kept = accounting.kept_fraction(self.config.depth, step, self.num_steps)
+        self.model.keep(kept)
+        yield kept
+        self.model.keep(exact(self.config.depth.capacity_fraction))
 
     def _batches(self, step: int) -> Iterator[Batch]:
         """This rank's micro-batches of a step."""

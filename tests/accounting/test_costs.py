@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from mode import accounting
 from mode.accounting import BlockCounts, Flops
 from mode.config import ModeConfig
+from mode.config_file import RunConfig, run_config_from_dict
 from tests.accounting.models import configs, configs_with_counts, tiny
 
 ROOT = Path(__file__).parent.parent.parent
@@ -188,3 +189,44 @@ def test_accounting_imports_neither_torch_nor_deepspeed() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+# ---------------------------------------------------------------------------------------------------
+# The length of a run whose routed blocks keep more at first
+
+
+def warming_up(warmup: float, train: dict[str, float]) -> RunConfig:
+    parts = {
+        "model": tiny().model.to_dict() | {"num_layers": 5},
+        "experts": {"num_experts": 4, "top_k": 2, "width": 16, "num_no_ops": 1, "no_op_fraction": 0.3},
+        "depth": {"capacity_fraction": 0.25, "warmup_fraction": warmup, "predictor": {"width": 3}},
+    }
+    return run_config_from_dict({"train_batch_size": 4, "mode": {**parts, "train": train}})
+
+
+@pytest.mark.parametrize("warmup", [0.0, 0.1, 0.5, 0.99])
+@pytest.mark.parametrize("steps", [1, 2, 7, 100])
+def test_the_flops_of_a_run_are_those_of_its_steps(warmup: float, steps: int) -> None:
+    run = warming_up(warmup, {"steps": steps})
+    depth = run.mode.depth
+    assert depth is not None
+    shares = [accounting.kept_fraction(depth, step, steps) for step in range(steps)]
+    assert accounting.run_flops(run, 2, steps) == sum(accounting.step_flops(run, 2, share) for share in shares)
+    assert accounting.step_flops(run, 2, shares[-1]) == accounting.step_flops(run, 2)
+
+
+@pytest.mark.parametrize("warmup", [0.0, 0.3, 0.99])
+@pytest.mark.parametrize("asked", [0.2, 3.4, 57.7])
+def test_a_flops_budget_makes_the_number_of_steps_that_comes_nearest(warmup: float, asked: float) -> None:
+    budget = asked * accounting.step_flops(warming_up(warmup, {"steps": 1}), 1)
+    run = warming_up(warmup, {"flops": budget})
+    nearest = min(range(1, 80), key=lambda steps: abs(accounting.run_flops(run, 1, steps) - budget))
+    assert accounting.num_steps(run, 1) == nearest
+
+
+def test_memory_is_that_of_the_steps_that_keep_most() -> None:
+    kept = [accounting.memory_per_rank(warming_up(warmup, {"steps": 9}), 1).activations for warmup in (0.0, 0.5)]
+    mode = warming_up(0.0, {"steps": 9}).mode
+    assert mode.depth is not None
+    full = dataclasses.replace(mode, depth=dataclasses.replace(mode.depth, capacity_fraction=1.0))
+    assert kept[0] < kept[1] == accounting.activation_bytes(full, accounting.expected_counts(full, 4), 4)

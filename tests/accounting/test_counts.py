@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from decimal import Decimal
+from fractions import Fraction
 
 import pytest
 from hypothesis import example, given
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 
 from mode import accounting
 from mode.accounting import BlockCounts
-from mode.config import ModeConfig
+from mode.config import DepthConfig, ModeConfig
 from tests.accounting.models import configs, kept_fractions, tiny
 
 fractions = st.integers(1, 1000).map(lambda thousandths: thousandths / 1000)
@@ -152,3 +154,32 @@ def test_counts_of_the_wrong_number_of_blocks_are_refused() -> None:
     config = tiny()
     with pytest.raises(ValueError, match="1 blocks for a model of 2"):
         accounting.model_flops(config, accounting.expected_counts(config, 1)[:1])
+
+
+# ---------------------------------------------------------------------------------------------------
+# The warm-up of the depth capacity
+
+
+def warming(capacity_fraction: float, warmup_fraction: float) -> DepthConfig:
+    return DepthConfig(capacity_fraction=capacity_fraction, warmup_fraction=warmup_fraction)
+
+
+def test_the_kept_share_falls_evenly_to_the_capacity() -> None:
+    shares = [accounting.kept_fraction(warming(0.2, 0.4), step, num_steps=10) for step in range(10)]
+    assert shares == [Fraction(4, 5), Fraction(3, 5), Fraction(2, 5), *[Fraction(1, 5)] * 7]
+
+
+def test_without_a_warmup_every_step_keeps_the_capacity() -> None:
+    assert {accounting.kept_fraction(warming(0.07, 0), step, 9) for step in range(9)} == {Fraction(7, 100)}
+
+
+@given(fractions, st.integers(0, 999), st.integers(0, 300), st.integers(1, 80))
+@example(1.0, 500, 10, 8)
+@example(0.125, 1, 3, 8)
+def test_steps_by_capacity_are_those_counted_one_by_one(capacity: float, warmup: int, steps: int, length: int) -> None:
+    depth = warming(capacity, warmup / 1000)
+    shares = [accounting.kept_fraction(depth, step, steps) for step in range(steps)]
+    assert shares == sorted(shares, reverse=True)
+    assert all(Fraction(str(capacity)) <= share <= 1 for share in shares)
+    counted = Counter(accounting.depth_capacity(share, length) for share in shares)
+    assert accounting.steps_by_capacity(depth, steps, length) == counted

@@ -93,6 +93,15 @@ def test_the_run_directory_holds_config_metrics_events_checkpoints_and_tokenizer
         assert {"step", "tokens", "flops", "loss/train", "perf/tokens_per_second", "optim/lr"} <= row.keys()
 
 
+def test_routed_blocks_keep_fewer_tokens_with_every_step_of_a_warmup(finished):
+    run_dir, _ = finished
+    config, rows = load_config(run_dir / "config.json"), launch.metrics(run_dir)
+    length, depth = config.model.sequence_length, config.depth
+    kept = [accounting.depth_capacity(accounting.kept_fraction(depth, step, len(rows)), length) for step in range(12)]
+    assert [row["depth/kept_fraction"] * length for row in rows] == kept
+    assert kept[0] > 0.85 * length and kept[6] > kept[7] == kept[-1] == length / 4
+
+
 def test_tensorboard_holds_losses_routing_histograms_image_text_and_hparams(finished):
     run_dir, _ = finished
     board = EventAccumulator(str(run_dir), size_guidance={"scalars": 0, "histograms": 0, "images": 0}).Reload()

@@ -303,7 +303,7 @@ def cost_of(run: RunConfig, world_size: int) -> Cost:
         flops_per_token=float(accounting.per_token(accounting.model_flops(run.mode, counts).forward, counts)),
         steps=steps,
         tokens=steps * rows * accumulation * world_size * run.mode.model.sequence_length,
-        flops=steps * accounting.step_flops(run, world_size),
+        flops=accounting.run_flops(run, world_size, steps),
     )
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from mode import accounting
-from mode.config import ModeConfig
+from mode.config import ModeConfig, exact
 from mode.config_file import RunConfig
 
 Plan = dict[str, Any]
@@ -37,7 +38,7 @@ def make_plan(file: str, run: RunConfig, world_size: int, memory_gb: float | Non
             "micro_batches_per_step": micro_batches,
             "tokens_per_step": tokens_per_step,
         },
-        "run": _run_length(run, world_size, tokens_per_step, flops["training_per_step"]),
+        "run": _run_length(run, world_size, tokens_per_step),
         "blocks": blocks,
         "routing": {name: sum(block[name] for block in blocks) for name in _COUNTED},
         "parameters": _parameters(config, counts),
@@ -119,7 +120,7 @@ def _communication(config: ModeConfig, blocks: Sequence[Plan], micro_batches: in
 
 def _memory(run: RunConfig, world_size: int, rows: int) -> Plan:
     memory = accounting.memory_per_rank(run, world_size)
-    counts = accounting.expected_counts(run.mode, rows)
+    counts = accounting.expected_counts(run.mode, rows, kept=accounting.most_kept(run.mode))
     size = accounting.ELEMENT_SIZE[run.engine.precision]
 
     def activations(checkpointing: bool) -> int:
@@ -145,9 +146,12 @@ def _sampling(run: RunConfig) -> Plan:
     }
 
 
-def _run_length(run: RunConfig, world_size: int, tokens_per_step: int, flops_per_step: int) -> Plan:
+def _run_length(run: RunConfig, world_size: int, tokens_per_step: int) -> Plan:
     steps = accounting.num_steps(run, world_size)
-    return {"steps": steps, "tokens": steps * tokens_per_step, "training_flops": steps * flops_per_step}
+    flops = accounting.run_flops(run, world_size, steps)
+    depth = run.mode.depth
+    warmup = 0 if depth is None else math.ceil(exact(depth.warmup_fraction) * steps)
+    return {"steps": steps, "warmup_steps": warmup, "tokens": steps * tokens_per_step, "training_flops": flops}
 
 
 def _warnings(plan: Plan, run: RunConfig, memory_gb: float | None) -> Iterator[str]:
@@ -210,11 +214,12 @@ def missed_budget(run: RunConfig, world_size: int) -> str | None:
     steps, (micro, accumulation) = accounting.num_steps(run, world_size), run.engine.batch_layout(world_size)
     tokens = micro * accumulation * world_size * run.mode.model.sequence_length
     each = tokens if name == "tokens" else accounting.step_flops(run, world_size)
-    share = steps * each / asked - 1
+    takes = steps * tokens if name == "tokens" else accounting.run_flops(run, world_size, steps)
+    share = takes / asked - 1
     if abs(share) <= FAR_FROM_BUDGET:
         return None
     unit = "FLOPs" if name == "flops" else name
     return (
         f"mode.train.{name} is {asked:.4g}; a step takes {each:.4g}, so the run has {steps} of them and "
-        f"{steps * each:.4g} {unit}, {share:+.0%}: use a larger budget or a smaller batch"
+        f"{takes:.4g} {unit}, {share:+.0%}: use a larger budget or a smaller batch"
     )

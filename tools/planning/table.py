@@ -67,6 +67,7 @@ def _rows(plans: Sequence[Plan]) -> Iterator[Row]:
     yield Row("  tokens per step, all ranks", ("layout", "tokens_per_step"))
     yield Row("Run")
     yield Row("  steps", ("run", "steps"))
+    yield Row("    of them warm-up of the depth capacity", ("run", "warmup_steps"))
     yield Row("  tokens", ("run", "tokens"))
     yield Row("  training FLOPs", ("run", "training_flops"), show_flops)
     yield Row("Parameters")

@@ -120,17 +120,19 @@ def _block_shares(axes: Axes, depth: dict[str, Any]) -> None:
     axes.legend(frameon=False, ncols=2, loc="upper center", fontsize=9)
 
 
-def predictor(steps: Sequence[int], accuracy: Sequence[float], depth: dict[str, Any], title: str) -> Figure:
+def predictor(
+    steps: Sequence[int], accuracy: Sequence[float], kept: Sequence[float], depth: dict[str, Any], title: str
+) -> Figure:
     """How often the predictor agreed with top-k in training, between what skipping all and the best threshold reach."""
     figure = Figure(figsize=(9, 4.2), layout="constrained")
     axes = figure.subplots()
     axes.plot(steps, accuracy, "o-", color=BLUE, markersize=4, label="predictor, mean of the routed blocks")
-    skip, blocks = 1 - depth["capacity_fraction"], depth["blocks"].values()
-    best = float(np.mean([block["best_threshold"]["agrees"] for block in blocks]))
+    skipped = 1 - np.array(kept)
+    best = float(np.mean([block["best_threshold"]["agrees"] for block in depth["blocks"].values()]))
     axes.axhline(best, color=ORANGE, linestyle="--", label=f"best threshold of the router's logit now: {best:.1%}")
-    axes.axhline(skip, color="black", linestyle=":", label=f"who always skips: {skip:.1%}")
+    axes.plot(steps, skipped, ":", color="black", label=f"who always skips: {skipped[-1]:.1%} at the end")
     axes.set(xlabel="step", ylabel="agrees with top-k about a token", title=title)
-    axes.set_ylim(min(skip, *accuracy) - 0.01, 1)
+    axes.set_ylim(min(skipped[-1], *accuracy) - 0.01, 1)
     axes.yaxis.set_major_formatter(PercentFormatter(1))
     axes.legend(frameon=False, loc="best")
     axes.spines[["top", "right"]].set_visible(False)

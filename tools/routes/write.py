@@ -26,7 +26,7 @@ from . import page, plots
 from .survey import Survey, work
 from .table import NAMES, render
 
-PREDICTOR = "depth/predictor_accuracy"
+PREDICTOR, KEPT = "depth/predictor_accuracy", "depth/kept_fraction"
 Pictures = dict[str, tuple[Figure, str]]  # each with what it shows
 
 
@@ -110,13 +110,14 @@ def draw(config: ModeConfig, report: dict[str, Any], shown: Survey, run: Path | 
     return drawn
 
 
-def predictor_accuracy(run: Path) -> tuple[list[int], list[float]] | None:
-    """(steps, shares) as logged in training; None where there are none."""
+def predictor_accuracy(run: Path) -> tuple[list[int], list[float], list[float]] | None:
+    """(steps, shares it was right about, shares kept) as logged in training; None where there are none."""
     try:
-        logged = read_run(run).values(PREDICTOR)
+        logged = read_run(run)
     except RunError:
         return None
-    return (list(logged), list(logged.values())) if logged else None
+    right, kept = logged.values(PREDICTOR), logged.values(KEPT)
+    return (list(right), list(right.values()), [kept[step] for step in right]) if right else None
 
 
 def board_folder(run: Path) -> Path:
