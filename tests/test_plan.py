@@ -49,7 +49,8 @@ def known(folder: Path, base: str = "ds_configs/mode.json") -> Path:
     change |= {"train_batch_size": 16, "mode.train": {"steps": 300}, "mode.model.tied_head": True}
     change |= {"mode.experts.width": 352}
     if base == "ds_configs/mode.json":
-        change |= {"mode.experts.num_no_ops": 1, "mode.depth.predictor": {"width": 64}}
+        change |= {"mode.experts.num_no_ops": 1, "mode.experts.no_op_fraction": 0.5}
+        change |= {"mode.depth.predictor": {"width": 64}, "mode.depth.warmup_fraction": 0.0}
     return write(folder, change, base)
 
 
@@ -100,7 +101,7 @@ def test_the_figures_of_the_flagship_are_right(tmp_path: Path) -> None:
     training = 3 * linear + square * 7 // 2 + 2 * first + 3 * second
     assert plan["flops"]["training_per_step"] == training
     assert plan["flops"]["training_per_token"] == round(training / 4096)
-    assert plan["run"] == {"steps": 300, "tokens": 300 * 4096, "training_flops": 300 * training}
+    assert plan["run"] == {"steps": 300, "warmup_steps": 0, "tokens": 300 * 4096, "training_flops": 300 * training}
 
 
 def test_ranks_and_expert_parallelism_divide_the_work(tmp_path: Path) -> None:
@@ -125,16 +126,16 @@ def test_ranks_and_expert_parallelism_divide_the_work(tmp_path: Path) -> None:
     assert memory["total"] == memory["total_by_zero_stage"][1]
 
 
-def test_the_reduced_capacity_control_drops_half(tmp_path: Path) -> None:
+def test_the_reduced_capacity_control_drops_a_quarter(tmp_path: Path) -> None:
     plan = plan_json(known(tmp_path, "ds_configs/moe_reduced_capacity.json"))["plan"]
-    assert [block["expert_capacity"] for block in plan["blocks"]] == [256] * 8
+    assert [block["expert_capacity"] for block in plan["blocks"]] == [384] * 8
     assert plan["routing"] == {
         "kept": 8 * 4096,
         "skipped": 0,
         "assignments": 8 * 4096,
-        "processed": 8 * 2048,
+        "processed": 8 * 3072,
         "no_op": 0,
-        "dropped": 8 * 2048,
+        "dropped": 8 * 1024,
     }
 
 
@@ -151,6 +152,19 @@ def test_every_shipped_config_is_accepted_without_a_warning(config: str) -> None
     done = run_plan(config, "--memory_gb", "80")
     assert (done.returncode, done.stderr) == (0, "")
     assert "warning" not in done.stdout
+
+
+def test_a_warmup_is_shown_and_counted(tmp_path: Path) -> None:
+    """Routed blocks keep nearly all tokens at first: more FLOPs than the steps after it have, and more memory."""
+    without, with_it = (
+        plan_json(write(tmp_path, {"mode.train": {"steps": 100}, "mode.depth.warmup_fraction": share}))["plan"]
+        for share in (0, 0.2)
+    )
+    assert [plan["run"]["warmup_steps"] for plan in (without, with_it)] == [0, 20]
+    assert without["run"]["training_flops"] == 100 * without["flops"]["training_per_step"]
+    assert with_it["run"]["training_flops"] > without["run"]["training_flops"]
+    assert with_it["memory"]["activations"] > 1.5 * without["memory"]["activations"]
+    assert with_it["memory"]["activations"] == with_it["memory"]["activations_without_checkpointing"]
 
 
 def test_the_number_of_ranks_follows_from_the_batch_sizes() -> None:
@@ -199,7 +213,11 @@ def test_a_description_beyond_ascii_does_not_break_a_plain_terminal(tmp_path: Pa
 @pytest.mark.parametrize(
     ("change", "arguments", "warning"),
     [
-        ({"train_batch_size": 1}, [], "an expert of a routed block will see about 2 assignments per step"),
+        (
+            {"train_batch_size": 1, "mode.experts.no_op_fraction": 0.5},
+            [],
+            "an expert of a routed block will see about 2 assignments per step",
+        ),
         ({"mode.depth.capacity_fraction": 0.00390625}, [], "a routed block keeps one token per sequence"),
         ({}, ["--memory_gb", "0.01"], "beyond the 0.01 GB of --memory_gb"),
         ({"mode.experts": None}, ["--ep_size", "2"], "--ep_size has no effect"),
@@ -208,7 +226,11 @@ def test_a_description_beyond_ascii_does_not_break_a_plain_terminal(tmp_path: Pa
         ({"mode.train": {"tokens": 600}}, [], "mode.train.tokens is 600; a step takes 2048, so the run has 1 of them"),
         ({"mode.train": {"flops": 1e9}}, [], "mode.train.flops is 1e+09; a step takes"),
         ({"mode.experts.balance_bias": None}, [], "held by a balance loss of weight 0.01 alone"),
-        ({"mode.experts.top_k": 2}, [], "no token has a choice about no-ops: a share of 0.5 of 2 distinct choices"),
+        (
+            {"mode.experts.top_k": 2, "mode.experts.no_op_fraction": 0.5},
+            [],
+            "no token has a choice about no-ops: a share of 0.5 of 2 distinct choices",
+        ),
         (
             {"mode.depth.predictor": None, "mode.depth.aux_loss": None},
             [],

@@ -24,7 +24,7 @@ CONFIGS = launch.ROOT / "ds_configs"
 def test_the_plan_has_the_figures_of_the_plan_tool_and_the_length_of_the_budget():
     file = str(CONFIGS / "mode.json")
     vary = [parse_vary("mode.depth.capacity_fraction=0.125,0.5"), parse_vary("mode.depth.every=1,2")]
-    members = plan_members([file], vary=vary, budgets=[1e12], seeds=[3, 4])
+    members = plan_members([file], vary=vary, settings=["mode.depth.warmup_fraction=0"], budgets=[1e12], seeds=[3, 4])
     assert len(members) == 8 and len({member.name for member in members}) == 8
     for member in members:
         assert (member.run.mode.depth.capacity_fraction, member.run.mode.depth.every) == tuple(member.varied.values())
