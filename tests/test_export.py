@@ -196,6 +196,7 @@ def test_a_run_of_another_model_is_refused_and_one_that_trains_it_otherwise_is_n
         "experts.balance_bias.rate": 0.01,
         "experts.balance_loss": {"weight": 0.5},
         "experts.z_loss_weight": 0.1,
+        "depth.warmup_fraction": 0.5,
         "depth.predictor.weight": 0.5,
         "seed": 3,
     }.items():
