@@ -1,7 +1,7 @@
 """`torch.compile` for the parts of a block that are dense: norms, attention, and a feed-forward without experts.
 
 Routers and experts stay as they are: their shapes change with every step. (During a warm-up of the depth capacity those
-of attention in routed blocks do, too: torch compiles it once more, for any length.) Parameters, names and checkpoints
+of attention in routed blocks do, too, and torch compiles again.) Parameters, names and checkpoints
 do not know of it; results change by rounding.
 """
 
