@@ -113,7 +113,8 @@ def our_config(sizes: Sizes, share: float = 0.0, backend: str = "auto", ep_size:
         "backend": backend,
     }
     if share:
-        experts |= {"num_no_ops": sizes.experts, "no_op_fraction": share, "balance_bias": {}}
+        # as the shipped configurations have them: a token can take none, and no column is there for nothing
+        experts |= {"num_no_ops": sizes.top_k, "no_op_fraction": share, "balance_bias": {}}
     model = {"width": sizes.width, "ffn_width": sizes.hidden, "num_heads": 1, "num_kv_heads": 1}
     model |= {"vocab_size": 8, "num_layers": 1, "sequence_length": 8}
     return ModeConfig.from_dict({"model": model, "experts": experts})
