@@ -165,7 +165,7 @@ def _bags(x_XD: Tensor, rows_A: Tensor, starts_Y: Tensor, weights_A: Tensor | No
     Torch's embedding bag is just that: several times faster than adding rows, and than a gather and a product. In
     float32 at least, rounded once: of bfloat16 rows torch's sum on a CPU is off by more than a rounding.
     """
-    exact_XD = at_least_float32(x_XD)
+    exact_XD = at_least_float32(x_XD).detach()  # else it would also make what torch's own backward needs
     weights_A = None if weights_A is None else weights_A.to(exact_XD.dtype)
     summed_YD = F.embedding_bag(rows_A, exact_XD, starts_Y, mode="sum", per_sample_weights=weights_A)
     return summed_YD.to(x_XD.dtype)
