@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import logging
 import os
 import resource
@@ -15,6 +16,7 @@ import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.constants import default_pg_timeout
+from deepspeed.runtime import compiler
 from deepspeed.runtime.config import DeepSpeedConfigError
 from deepspeed.utils import logger as deepspeed_logger
 from torch import distributed
@@ -144,12 +146,24 @@ def build_engine(run: RunConfig, model: ModeTransformer, world_size: int, univer
     if not isinstance(settings.get("optimizer"), dict) or "type" not in settings["optimizer"]:
         legal = 'a DeepSpeed optimizer section, such as {"type": "AdamW", "params": {"lr": 0.001}}'
         raise ConfigError("optimizer", f"is {show(settings.get('optimizer'))}; it must be {legal}")
+    if str(settings["optimizer"]["type"]).lower() != "muon":
+        import_muon_uncompiled()
     try:
         engine, _, _, _ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=settings)
     except WRONG_SETTING as error:
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise ConfigError("deepspeed", f"DeepSpeed refused its part of the configuration: {reason}") from error
     return engine
+
+
+def import_muon_uncompiled() -> None:
+    """DeepSpeed imports Muon to see whether an optimizer is one, and Muon torch's compiler: a second of every start."""
+    compile_it = compiler.compile
+    compiler.compile = lambda *arguments, **options: lambda function: function
+    try:
+        importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
+    finally:
+        compiler.compile = compile_it
 
 
 def device() -> torch.device:

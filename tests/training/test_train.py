@@ -256,6 +256,15 @@ def test_help_explains_every_flag():
         assert flag in output
 
 
+def test_a_run_loads_no_compiler_it_has_no_use_for(tiny, tmp_path):
+    arguments = ["--deepspeed_config", str(tiny), "--output_dir", str(tmp_path / "run"), "--set", "mode.train.steps=1"]
+    code = (
+        f"import sys, train; code = train.main({arguments}); print(code, 'torch._inductor.compile_fx' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=launch.ROOT, capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "0 False", done.stdout + done.stderr
+
+
 def launched(tiny: Path, run_dir: Path, *more: str) -> subprocess.Popen[str]:
     launcher = Path(sys.executable).with_name("deepspeed")
     command = [launcher, "--num_accelerators", "2", "--master_port", str(20000 + os.getpid() % 20000)]
