@@ -8,7 +8,8 @@ A size LAYERSxWIDTH changes the number of layers and the width of a configuratio
 and experts their share of the model's width. Settings after a comma are for that size alone. Per budget and variant a
 parabola in the logarithm of the size (--axis) is fitted to the counted losses of all finished runs, causal where depth-
 routed; its lowest point is the optimum if it lies inside the family. What the optimum costs is interpolated between the
-sizes. FLOPs per forward pass are relative to the baseline's optimum, or to its best member where it has none.
+sizes. An optimum stands beside the baseline's optimum, a best member beside its best member; in the picture FLOPs per
+forward pass are relative to the baseline's optimum, or to its best member where it has none.
 
 Members run one after another, or --jobs at a time; the same command goes on where an earlier one stopped, and leaves
 out what is finished. A member that fails is reported and does not stop the others.
@@ -83,7 +84,7 @@ def report(results: Results, options: argparse.Namespace) -> Report:
     found = curves(results.points, options.axis)
     rows = [to_dict(curve, find_baseline(found, curve.budget, options.baseline)) for curve in found]
     figures = {"axis": options.axis, "baseline": options.baseline, "isoflop": rows}
-    return Report(figures, [optima_table(rows)] if rows else [], list(findings(rows, options.baseline, results.unit)))
+    return Report(figures, [optima_table(rows)] if rows else [], findings(rows, results.unit))
 
 
 def optima_table(rows: list[dict[str, Any]]) -> Table:
@@ -107,14 +108,14 @@ def optima_table(rows: list[dict[str, Any]]) -> Table:
             )
     header = ["variant", "budget", "what", "loss", "beside", "parameters", "active", "FLOPs/token", "relative"]
     about = (
-        "beside, relative: loss and forward FLOPs beside the baseline's optimum, or its best member where it has none"
+        "beside, relative: loss and forward FLOPs; an optimum beside the baseline's, a best member beside its best one"
     )
     if any(row["fit"] is not None and row["fit"]["num_sizes"] == FEWEST_SIZES for row in rows):
         about += "; a parabola goes through any three sizes, so nothing tells how good such a fit is"
     return Table("optima", header, cells, about)
 
 
-def findings(rows: list[dict[str, Any]], baseline: str, unit: str) -> list[str]:
+def findings(rows: list[dict[str, Any]], unit: str) -> list[str]:
     from experiments.members import show_budget
 
     lines = []
@@ -123,11 +124,11 @@ def findings(rows: list[dict[str, Any]], baseline: str, unit: str) -> list[str]:
         if row["problem"] is not None:
             lines.append(f"{where}: {row['problem']}")
         cheapest = row["cheapest_as_good_as_baseline"]
-        if cheapest is not None and row["label"] != baseline:
+        if cheapest is not None:
             lines.append(
-                f"{where}: {cheapest['size']} reaches the loss of {row['relative_to']} "
+                f"{where}: {cheapest['size']} reaches the loss of {cheapest['as_good_as']} "
                 f"({cheapest['relative_loss']:+.2%}, {cheapest['loss']:.4f} {unit}) with "
-                f"{cheapest['relative_flops']:.1%} of its FLOPs per forward pass"
+                f"{cheapest['relative_flops']:.1%} of its FLOPs per forward pass; {cheapest['seeds']}"
             )
     return lines
 

@@ -166,6 +166,18 @@ def test_the_plot_is_a_picture_and_without_matplotlib_a_message(tmp_path, capsys
     assert pixels.shape[:2] == (750, 1800) and blue[:, :900].sum() > 500 and blue[:, 900:].sum() > 500
 
 
+def test_a_picture_grows_with_its_legend(tmp_path, recwarn):
+    image = pytest.importorskip("matplotlib.image")
+    for width in range(8, 8 + 24):
+        write_run(tmp_path / "runs" / f"a variant with a long name {width}", lambda _: 4.0, mode__experts__width=width)
+    assert compare.main([str(tmp_path / "runs"), "--plot", str(tmp_path / "curves.png")]) == 0
+    assert not [str(warning.message) for warning in recwarn if "layout" in str(warning.message)]
+    pixels = image.imread(tmp_path / "curves.png")
+    assert pixels.shape[:2] == (750 + 6 * 36, 1800)  # 24 names in 3 columns, six lines more than fit anyway
+    ink = (pixels[..., :3].min(axis=-1) < 0.9).any(axis=1)
+    assert not ink[:5].any() and not ink[-5:].any()  # nothing is cut off
+
+
 def test_help_is_quick_and_has_examples():
     command = [sys.executable, "-X", "importtime", str(launch.ROOT / "tools" / "compare.py"), "--help"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)

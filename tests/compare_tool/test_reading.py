@@ -91,6 +91,16 @@ def test_runs_without_overlap_get_a_message_and_no_number(tmp_path, capsys):
     assert compare.main([str(tmp_path), "--assert_better", "large", "small", "--at", "steps"]) == 0
 
 
+def test_a_variant_that_begins_after_others_have_ended_is_left_out_by_name(tmp_path, capsys):
+    write_run(tmp_path / "first", lambda _: 4.0)
+    write_run(tmp_path / "late", lambda _: 2.0, flops=10**12, mode__experts__width=64)
+    write_run(tmp_path / "second", lambda _: 3.0, mode__experts__num_shared=1)
+    found = figures(capsys, tmp_path / "first", tmp_path / "late", tmp_path / "second")["matched"]["flops"]
+    assert len(found["problems"]) == 1 and "late is first evaluated at" in found["problems"][0]
+    last = found["points"][-1]["loss"]
+    assert last["late"] is None and (last["first"]["mean"], last["second"]["mean"]) == (4.0, 3.0)
+
+
 def test_a_run_that_stopped_early_is_named_and_how_far_it_is(tmp_path, capsys):
     write_run(tmp_path / "whole", lambda _: 4.0)
     write_run(tmp_path / "short", lambda _: 4.0, steps=40, mode__experts__num_shared=1)

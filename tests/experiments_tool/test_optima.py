@@ -37,12 +37,19 @@ def test_isoflop_finds_the_known_optima_and_what_they_cost(tmp_path, capsys, con
     assert dense["optimum"]["relative_flops"] == 1 and dense["optimum"]["relative_loss"] == 0
     assert mod["optimum"]["relative_flops"] == pytest.approx(costs["mod"] / costs["dense"], rel=1e-6)
     assert mod["optimum"]["relative_loss"] == pytest.approx(-closed_form.GAIN / dense["optimum"]["loss"], rel=1e-6)
-    assert mod["relative_to"] == "dense's optimum"
-    good = [flops for parameters, flops, loss in family["mod"] if loss <= closed_form.FLOOR]
+    best = {name: min(family[name], key=lambda item: item[2]) for name in family}
+    for name, row in (("dense", dense), ("mod", mod)):
+        parameters, flops, loss = best[name]
+        assert row["best"]["parameters"] == parameters
+        assert row["best"]["loss"] == pytest.approx(loss + closed_form.PER_SEED)
+        assert row["best"]["relative_flops"] == pytest.approx(flops / best["dense"][1])
+        relative = (loss + closed_form.PER_SEED) / (best["dense"][2] + closed_form.PER_SEED) - 1
+        assert row["best"]["relative_loss"] == pytest.approx(relative)
+    good = [flops for parameters, flops, loss in family["mod"] if loss <= best["dense"][2]]
     cheapest = mod["cheapest_as_good_as_baseline"]
     assert len(good) > 0 and cheapest["flops_per_token"] == pytest.approx(min(good))
-    best = min(family["mod"], key=lambda item: item[2])
-    assert mod["best"]["parameters"] == best[0] and mod["best"]["loss"] == pytest.approx(best[2] + closed_form.PER_SEED)
+    assert cheapest["as_good_as"] == f"dense's best member, {dense['best']['size']}"
+    assert "the seeds' spread (2 and 2 seeds" in cheapest["seeds"] and dense["cheapest_as_good_as_baseline"] is None
     assert Path(found["plot"]).read_bytes().startswith(b"\x89PNG") and Path(found["plot"]).parent == output
     assert "| mod | 1e10 | fitted optimum |" in (tmp_path / "report.md").read_text()
 
@@ -81,7 +88,8 @@ def test_isoflop_says_when_the_optimum_is_at_the_edge_and_takes_the_best_member_
     assert found["axis"] == "active" and dense["fit"]["high"] == max(
         member["plan"]["active_parameters"] for member in found["members"] if member["config"] == "dense"
     )
-    assert mod["relative_to"] == f"dense's best member, {dense['best']['size']}"
+    assert mod["optimum"] is None or mod["optimum"]["relative_loss"] is None  # not beside a measured loss
+    assert "one seed of" in mod["cheapest_as_good_as_baseline"]["seeds"]
     two = run_tool(isoflop, capsys, *base, "--sizes", "1x32", "1x48", "--report")
     assert two["isoflop"][0]["fit"] is None and two["isoflop"][0]["problem"].startswith("2 finished of the 3 sizes")
 
@@ -103,7 +111,7 @@ def test_there_is_no_optimum_where_the_best_size_is_at_the_edge_or_no_parabola_f
     edge = curve({"2x64": (1e5, 3.0), "3x64": (1.2e5, 3.001), "4x64": (4e5, 3.3)})  # lowest between the first two
     assert edge.curve is not None and edge.curve.lowest is not None and edge.optimum is None
     assert edge.problem == "the best size, 2x64, is at the edge of the family: no optimum found (add sizes below it)"
-    assert edge.reference is edge.best
+    assert edge.reference == edge.best
     far = {"2x64": (640704, 2.2559), "3x64": (928256, 1.9495), "4x64": (1215808, 1.9355), "6x64": (1790912, 1.9499)}
     steep = curve(far)  # its parabola would be lowest at 1.898, below every size
     assert steep.optimum is None and steep.curve is None and steep.reference.loss == 1.9355

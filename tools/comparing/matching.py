@@ -94,7 +94,8 @@ def losses_at(variant: Variant, axis: str, x: float, common: Comparability) -> F
 def matched(variants: Sequence[Variant], axis: str, num_points: int, common: Comparability) -> Figures:
     """The counted losses at `num_points` places, the last being the end of the shortest run.
 
-    A variant with a run that has no place on the axis is left out; the others are compared all the same.
+    A variant with a run that has no place on the axis is left out, and so is one that begins after another has ended;
+    the others are compared all the same.
     """
     lacking = {variant.label: [text for run in variant.runs if (text := lack(run, axis))] for variant in variants}
     problems = [text for texts in lacking.values() for text in texts]
@@ -102,8 +103,12 @@ def matched(variants: Sequence[Variant], axis: str, num_points: int, common: Com
     if not present:
         return {"problems": problems, "points": []}
     found = overlap([run for variant in present for run in variant.runs], axis)
-    if found.problem is not None:
-        return {"problems": [*problems, found.problem], "points": []}
+    while found.problem is not None:
+        problems.append(found.problem)
+        if len(present) < 3:  # there would be nothing to compare it with
+            return {"problems": problems, "points": []}
+        present.remove(max(present, key=lambda variant: max(run.counted.x[axis][0] for run in variant.runs)))
+        found = overlap([run for variant in present for run in variant.runs], axis)
     shares = [(index + 1) / num_points for index in range(num_points - 1)]
     places = [found.low + share * (found.high - found.low) for share in shares] if found.low < found.high else []
     return {

@@ -16,6 +16,7 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 STYLES = ("-", "--", "-.", ":")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 LEGEND_LETTERS, LEGEND_MARK = 120, 8  # of a line below a picture; what a line's mark takes of them
+LEGEND_LINE = 0.24  # inches
 TIME_UNITS = ((7200.0, 3600.0, "hours"), (120.0, 60.0, "minutes"), (0.0, 1.0, "seconds"))
 
 
@@ -25,7 +26,7 @@ def draw(variants: Sequence[Variant], common: Comparability, path: str) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, panels = pyplot.subplots(1, 2, figsize=(12, 5), sharey=True, layout="constrained")
+    figure, panels = pyplot.subplots(1, 2, figsize=(12, 5), sharey=True, layout="constrained")  # grows with its legend
     runs = [run for variant in variants for run in variant.runs]
     for panel, axis in zip(panels, ("flops", "seconds"), strict=True):
         size, unit = _unit(runs, axis)
@@ -40,15 +41,17 @@ def draw(variants: Sequence[Variant], common: Comparability, path: str) -> None:
     panels[0].set_ylabel(f"validation loss ({common.unit}){which}", fontsize=12)
     handles, labels = panels[0].get_legend_handles_labels()
     if handles:
-        columns = legend_columns(labels)
-        figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=11)
+        legend_below(figure, handles, labels)
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
 
 
-def legend_columns(labels: Sequence[str]) -> int:
-    """How many fit side by side below a picture of 12 inches."""
-    return max(1, min(len(labels), LEGEND_LETTERS // (max(map(len, labels)) + LEGEND_MARK)))
+def legend_below(figure: Any, handles: Sequence[Any], labels: Sequence[str]) -> None:
+    """As many side by side as fit below a picture of 12 inches, which grows by every line but the first two."""
+    columns = max(1, min(len(labels), LEGEND_LETTERS // (max(map(len, labels)) + LEGEND_MARK)))
+    lines = math.ceil(len(labels) / columns)
+    figure.set_figheight(figure.get_figheight() + LEGEND_LINE * max(0, lines - 2))
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=11)
 
 
 def _unit(runs: Sequence[Run], axis: str) -> tuple[float, str]:

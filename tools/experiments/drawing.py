@@ -11,6 +11,7 @@ from comparing.plot import COLOURS, MARKERS, STYLES
 from experiments.results import Results
 
 MOST_TICKS = 8
+NARROWEST = 1.1  # the ends of an axis of sizes, by one another: two numbers that differ by less read the same
 UNITS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K"), (1.0, ""))
 
 
@@ -30,10 +31,10 @@ def show_number(value: float) -> str:
 
 
 def logarithmic(panel: Any, values: Sequence[float]) -> None:
-    """An x axis with a few readable numbers, however narrow the range."""
+    """An x axis with a few readable numbers. Sizes that differ by next to nothing stand in one place."""
     low, high = min(values), max(values)
     panel.set_xscale("log")
-    if low == high:
+    if high / low < NARROWEST:
         panel.set_xlim(low / 2, high * 2)
         ticks = np.array([low])
     else:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from comparing.plot import legend_columns
+from comparing.plot import legend_below
 from numpy.typing import NDArray
 
 from experiments.drawing import finish, logarithmic, new_figure, save, style
@@ -53,8 +53,7 @@ def draw_isoflop(found: Sequence[Curve], axis: str, baseline: str, results: Resu
     if any(_fitted(curve) is None and len(curve.points) > 1 for curve in found):
         joined: dict[str, Any] = {"color": "0.4", "linewidth": 0.9}
         handles.append(Line2D([], [], **joined, label="thin: sizes joined, no parabola with a lowest point"))
-    columns = legend_columns([str(handle.get_label()) for handle in handles])
-    figure.legend(handles=handles, loc="outside lower center", ncols=columns, frameon=False, fontsize=11)
+    legend_below(figure, handles, [str(handle.get_label()) for handle in handles])
     save(figure, path)
 
 

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from comparing.matching import beside_the_seeds
+
 from experiments.fitting import FEWEST_SIZES, Parabola, between, fit
 from experiments.results import Point
 
@@ -42,17 +44,29 @@ class Curve:
     points: list[Point]
     curve: Parabola | None
     optimum: Optimum | None
-    best: Optimum  # measured
     problem: str | None  # why there is no optimum
 
     @property
+    def best_point(self) -> Point:
+        return min(self.points, key=lambda point: point.mean)
+
+    @property
+    def best(self) -> Optimum:
+        """The member with the lowest loss."""
+        return _measured(self.best_point)
+
+    @property
     def reference(self) -> Optimum:
-        """What other variants are measured by."""
+        """What the FLOPs of a picture are relative to."""
         return self.optimum or self.best
 
     @property
     def reference_name(self) -> str:
-        return f"{self.label}'s " + ("optimum" if self.optimum is not None else f"best member, {self.best.size}")
+        return f"{self.label}'s optimum" if self.optimum is not None else self.best_name
+
+    @property
+    def best_name(self) -> str:
+        return f"{self.label}'s best member, {self.best.size}"
 
 
 def curves(points: Sequence[Point], axis: str) -> list[Curve]:
@@ -70,21 +84,21 @@ def _curve(budget: float, label: str, points: list[Point], axis: str) -> Curve:
     best = _measured(min(points, key=lambda point: point.mean))
     if found is None:
         problem = f"{len(points)} finished of the {FEWEST_SIZES} sizes that a curve needs"
-        return Curve(budget, label, points, None, None, best, problem)
+        return Curve(budget, label, points, None, None, problem)
     places = [place(point, axis) for point in points]
     missed = max(abs(float(found.at(x)) / point.mean - 1) for x, point in zip(places, points, strict=True))
     if missed > MOST_MISSED:
         problem = f"no parabola: the best one misses a size by {missed:.1%} of its loss; add sizes around {best.size}"
-        return Curve(budget, label, points, None, None, best, problem)
+        return Curve(budget, label, points, None, None, problem)
     lowest = found.lowest
     if lowest is None:
-        return Curve(budget, label, points, found, None, best, found.problem)
+        return Curve(budget, label, points, found, None, found.problem)
     if best.size in (points[0].member.size, points[-1].member.size):
         where = "below" if best.size == points[0].member.size else "above"
         problem = f"the best size, {best.size}, is at the edge of the family: no optimum found (add sizes {where} it)"
-        return Curve(budget, label, points, found, None, best, problem)
+        return Curve(budget, label, points, found, None, problem)
     values = {name: between(lowest, places, [getattr(point.cost, name) for point in points]) for name in QUANTITIES}
-    return Curve(budget, label, points, found, Optimum(float(found.at(lowest)), **values), best, None)
+    return Curve(budget, label, points, found, Optimum(float(found.at(lowest)), **values), None)
 
 
 def _measured(point: Point) -> Optimum:
@@ -92,10 +106,10 @@ def _measured(point: Point) -> Optimum:
     return Optimum(point.mean, **values, size=point.member.size)
 
 
-def cheapest_as_good(curve: Curve, loss: float) -> Optimum | None:
-    """The measured member with the fewest FLOPs per forward pass among those that reach `loss`."""
+def cheapest_as_good(curve: Curve, loss: float) -> Point | None:
+    """The member with the fewest FLOPs per forward pass among those that reach `loss`."""
     reaching = [point for point in curve.points if point.mean <= loss]
-    return _measured(min(reaching, key=lambda point: point.cost.flops_per_token)) if reaching else None
+    return min(reaching, key=lambda point: point.cost.flops_per_token) if reaching else None
 
 
 def find_baseline(found: Sequence[Curve], budget: float, label: str) -> Curve | None:
@@ -103,20 +117,27 @@ def find_baseline(found: Sequence[Curve], budget: float, label: str) -> Curve | 
 
 
 def to_dict(curve: Curve, baseline: Curve | None) -> dict[str, Any]:
-    reference = None if baseline is None else baseline.reference
+    """What was fitted stands beside what was fitted, what was measured beside what was measured."""
     return {
         "budget": curve.budget,
         "label": curve.label,
         "sizes": [point.member.size for point in curve.points],
         "fit": None if curve.curve is None else asdict(curve.curve),
         "problem": curve.problem,
-        "relative_to": None if baseline is None else baseline.reference_name,
-        "optimum": _beside(curve.optimum, reference),
-        "best": _beside(curve.best, reference),
-        "cheapest_as_good_as_baseline": (
-            None if reference is None else _beside(cheapest_as_good(curve, reference.loss), reference)
-        ),
+        "optimum": _beside(curve.optimum, None if baseline is None else baseline.optimum),
+        "best": _beside(curve.best, None if baseline is None else baseline.best),
+        "cheapest_as_good_as_baseline": None if baseline is None else _cheapest(curve, baseline),
     }
+
+
+def _cheapest(curve: Curve, baseline: Curve) -> dict[str, Any] | None:
+    point, best = cheapest_as_good(curve, baseline.best.loss), baseline.best_point
+    if point is None or curve is baseline:
+        return None
+    losses = {one.name: one.figures["final"] for one in (point, best)}
+    found = _beside(_measured(point), baseline.best)
+    assert found is not None
+    return {**found, "as_good_as": baseline.best_name, "seeds": beside_the_seeds(point.mean - best.mean, losses)[1]}
 
 
 def _beside(optimum: Optimum | None, reference: Optimum | None) -> dict[str, Any] | None:
