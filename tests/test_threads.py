@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import threading
 import time
-from functools import partial
 
 import pytest
 import torch
@@ -144,26 +143,19 @@ def test_autocast_around_backward_changes_nothing(backend):
         torch.testing.assert_close(cast, plain, rtol=tolerance, atol=tolerance * plain.abs().max().item())
 
 
-def threads_of_a_new_thread():
-    seen = []
-    late = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
-    late.start()
-    late.join()
-    return seen[0]
-
-
-def write_threads(into, expert):
-    into[expert] = threads_of_a_new_thread()
-
-
 def test_threads_that_come_later_have_as_many_for_their_products_as_ever():
-    """One that begins to compute amid the work has one: the number is the caller's own, and that is 1 then."""
+    seen = []
+
+    def work(expert):
+        late = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
+        late.start()
+        late.join()
+
     for cores in (3, 2):
         torch.set_num_threads(cores)
-        meanwhile = {}
-        side_by_side(partial(write_threads, meanwhile), [4, 4, 4, 4, 4, 4])
-        assert meanwhile == dict.fromkeys(range(6), 1)
-        assert torch.get_num_threads() == threads_of_a_new_thread() == cores
+        side_by_side(work, [4, 4, 4, 4, 4, 4])
+        assert seen == [cores] * 6 and torch.get_num_threads() == cores
+        seen.clear()
 
 
 def test_what_counts_operations_sees_all_of_them():

@@ -88,7 +88,6 @@ def test_isoflop_says_when_the_optimum_is_at_the_edge_and_takes_the_best_member_
     assert found["axis"] == "active" and dense["fit"]["high"] == max(
         member["plan"]["active_parameters"] for member in found["members"] if member["config"] == "dense"
     )
-    assert mod["optimum"] is None or mod["optimum"]["relative_loss"] is None  # not beside a measured loss
     assert "one seed of" in mod["cheapest_as_good_as_baseline"]["seeds"]
     two = run_tool(isoflop, capsys, *base, "--sizes", "1x32", "1x48", "--report")
     assert two["isoflop"][0]["fit"] is None and two["isoflop"][0]["problem"].startswith("2 finished of the 3 sizes")
@@ -100,7 +99,8 @@ def curve(losses: dict[str, tuple[float, float]]) -> optima.Curve:
     for size, (parameters, loss) in losses.items():
         cost = SimpleNamespace(parameters=parameters, active_parameters=parameters, flops_per_token=parameters)
         member = SimpleNamespace(budget=1e10, label="moe", size=size)
-        points.append(SimpleNamespace(member=member, cost=cost, losses=(loss,), mean=loss))
+        figures = {"final": {"n": 1, "mean": loss, "std": None, "min": loss, "max": loss}}
+        points.append(SimpleNamespace(member=member, cost=cost, losses=(loss,), mean=loss, name=size, figures=figures))
     (found,) = optima.curves(points, "parameters")
     return found
 
@@ -111,7 +111,7 @@ def test_there_is_no_optimum_where_the_best_size_is_at_the_edge_or_no_parabola_f
     edge = curve({"2x64": (1e5, 3.0), "3x64": (1.2e5, 3.001), "4x64": (4e5, 3.3)})  # lowest between the first two
     assert edge.curve is not None and edge.curve.lowest is not None and edge.optimum is None
     assert edge.problem == "the best size, 2x64, is at the edge of the family: no optimum found (add sizes below it)"
-    assert edge.reference == edge.best
+    assert edge.reference is edge.best
     far = {"2x64": (640704, 2.2559), "3x64": (928256, 1.9495), "4x64": (1215808, 1.9355), "6x64": (1790912, 1.9499)}
     steep = curve(far)  # its parabola would be lowest at 1.898, below every size
     assert steep.optimum is None and steep.curve is None and steep.reference.loss == 1.9355
@@ -175,3 +175,17 @@ def test_a_sweep_without_a_budget_warns_of_unequal_flops(tmp_path, capsys, confi
     for rest in (["--command", STAND_IN], ["--report"]):
         (warning,) = run_tool(sweep, capsys, *arguments[:-1], *rest)["warnings"]
         assert "their losses are not at equal compute" in warning
+
+
+def test_a_fit_stands_beside_a_fit_and_a_member_beside_a_member():
+    fitted = curve({"2x64": (1e5, 3.1), "3x64": (2e5, 3.02), "4x64": (4e5, 3.1), "5x64": (8e5, 3.32)})
+    edge = curve({"2x64": (1e5, 3.0), "3x64": (1.2e5, 3.001), "4x64": (4e5, 3.3)})
+    assert fitted.optimum is not None and edge.optimum is None
+    beside_edge, beside_itself = optima.to_dict(fitted, edge), optima.to_dict(fitted, fitted)
+    assert beside_edge["optimum"]["relative_loss"] is None and beside_edge["optimum"]["relative_flops"] is None
+    assert beside_edge["best"]["relative_loss"] == pytest.approx(3.02 / 3.0 - 1)
+    assert beside_edge["best"]["relative_flops"] == pytest.approx(2.0)
+    assert beside_itself["optimum"]["relative_loss"] == beside_itself["best"]["relative_loss"] == 0
+    assert optima.to_dict(edge, fitted)["cheapest_as_good_as_baseline"]["relative_loss"] == pytest.approx(
+        3.0 / 3.02 - 1
+    )

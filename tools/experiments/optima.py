@@ -44,16 +44,8 @@ class Curve:
     points: list[Point]
     curve: Parabola | None
     optimum: Optimum | None
+    best: Optimum  # measured
     problem: str | None  # why there is no optimum
-
-    @property
-    def best_point(self) -> Point:
-        return min(self.points, key=lambda point: point.mean)
-
-    @property
-    def best(self) -> Optimum:
-        """The member with the lowest loss."""
-        return _measured(self.best_point)
 
     @property
     def reference(self) -> Optimum:
@@ -81,29 +73,33 @@ def _curve(budget: float, label: str, points: list[Point], axis: str) -> Curve:
     points = sorted(points, key=lambda point: place(point, axis))
     runs = [(place(point, axis), loss) for point in points for loss in point.losses]
     found = fit([x for x, _ in runs], [loss for _, loss in runs])
-    best = _measured(min(points, key=lambda point: point.mean))
+    best = _measured(lowest_point(points))
     if found is None:
         problem = f"{len(points)} finished of the {FEWEST_SIZES} sizes that a curve needs"
-        return Curve(budget, label, points, None, None, problem)
+        return Curve(budget, label, points, None, None, best, problem)
     places = [place(point, axis) for point in points]
     missed = max(abs(float(found.at(x)) / point.mean - 1) for x, point in zip(places, points, strict=True))
     if missed > MOST_MISSED:
         problem = f"no parabola: the best one misses a size by {missed:.1%} of its loss; add sizes around {best.size}"
-        return Curve(budget, label, points, None, None, problem)
+        return Curve(budget, label, points, None, None, best, problem)
     lowest = found.lowest
     if lowest is None:
-        return Curve(budget, label, points, found, None, found.problem)
+        return Curve(budget, label, points, found, None, best, found.problem)
     if best.size in (points[0].member.size, points[-1].member.size):
         where = "below" if best.size == points[0].member.size else "above"
         problem = f"the best size, {best.size}, is at the edge of the family: no optimum found (add sizes {where} it)"
-        return Curve(budget, label, points, found, None, problem)
+        return Curve(budget, label, points, found, None, best, problem)
     values = {name: between(lowest, places, [getattr(point.cost, name) for point in points]) for name in QUANTITIES}
-    return Curve(budget, label, points, found, Optimum(float(found.at(lowest)), **values), None)
+    return Curve(budget, label, points, found, Optimum(float(found.at(lowest)), **values), best, None)
 
 
 def _measured(point: Point) -> Optimum:
     values = {name: float(getattr(point.cost, name)) for name in QUANTITIES}
     return Optimum(point.mean, **values, size=point.member.size)
+
+
+def lowest_point(points: Sequence[Point]) -> Point:
+    return min(points, key=lambda point: point.mean)
 
 
 def cheapest_as_good(curve: Curve, loss: float) -> Point | None:
@@ -131,7 +127,7 @@ def to_dict(curve: Curve, baseline: Curve | None) -> dict[str, Any]:
 
 
 def _cheapest(curve: Curve, baseline: Curve) -> dict[str, Any] | None:
-    point, best = cheapest_as_good(curve, baseline.best.loss), baseline.best_point
+    point, best = cheapest_as_good(curve, baseline.best.loss), lowest_point(baseline.points)
     if point is None or curve is baseline:
         return None
     losses = {one.name: one.figures["final"] for one in (point, best)}

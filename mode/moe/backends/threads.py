@@ -1,9 +1,9 @@
 """Experts side by side on a CPU, each computed by one core. Any dtype, any width.
 
 An expert's products are too small to be divided well among cores. So every core takes whole experts (of those with few
-tokens, several at a time), the most rows that are left, until none is; the caller is one of them. What is computed, and
-so the result, is the loop's whichever core it is. Where that would leave cores idle (fewer experts than cores, one with
-most of the tokens), all of them share each product as ever.
+tokens, several at a time), the most rows that are left, until none is; what it computes, and so the result, is the
+loop's whichever core it is. Where that would leave cores idle (fewer experts than cores, one with most of the tokens),
+all of them share each product as ever.
 """
 
 from __future__ import annotations
@@ -51,14 +51,8 @@ def side_by_side(work: Work, counts: list[int]) -> None:
             for group in waiting:
                 work(group)
 
-    helpers = [_helpers(cores - 1, os.getpid()).submit(take) for _ in range(cores - 1)]
-    torch.set_num_threads(1)  # this thread is the last core's
-    try:
-        take()
-    finally:
-        problems = [helper.exception() for helper in helpers]  # of all, so that none is still at work
-        torch.set_num_threads(cores)
-    for problem in problems:
+    helpers = [_helpers(cores, os.getpid()).submit(take) for _ in range(cores)]
+    for problem in [helper.exception() for helper in helpers]:  # of all, so that none is still at work
         if problem is not None:
             raise problem
 
@@ -87,4 +81,5 @@ def _helpers(count: int, process: int) -> ThreadPoolExecutor:
     pool = ThreadPoolExecutor(count, "experts")
     for begun in [pool.submit(begin) for _ in range(count)]:
         begun.result()
+    torch.set_num_threads(count)  # theirs is what threads that come later would take
     return pool
