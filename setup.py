@@ -27,7 +27,7 @@ setup(
     ],
     extras_require={
         "plots": ["matplotlib>=3.8"],
-        "dev": ["pytest>=8", "hypothesis>=6", "ruff", "mypy", "matplotlib>=3.8"],
+        "dev": ["pytest>=8", "pytest-xdist>=3", "hypothesis>=6", "ruff", "mypy", "matplotlib>=3.8"],
         # What MegaBlocks 0.10 needs. It pins torch 2.7.0, which we cannot use, so it is installed
         # after this with --no-deps: see docs/gpu.md.
         "megablocks": ["stanford-stk==0.7.1", "setuptools>=70.1,<79"],
