@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -190,3 +191,9 @@ def test_a_contender_that_fails_later_is_left_out_with_its_reason_and_the_others
     assert failed == {"weak": "MemoryError: no more of it"}
     with pytest.raises(ZeroDivisionError):  # of our own, it ends everything
         take_turns([Contender("ours", lambda: 1 / 0)], 2, quiet=True)
+
+
+def test_every_other_turn_goes_through_the_contenders_backwards() -> None:
+    order: list[str] = []
+    take_turns([Contender(name, partial(order.append, name)) for name in "abc"], 2, quiet=True)
+    assert "".join(order) == "abc" + "cba" + "abc"

@@ -38,11 +38,12 @@ def take_turns(
 ) -> dict[str, list[float]]:
     """Seconds of every run; a first round of all of them is left out, to warm up. `before` comes around each.
 
+    Every other turn goes through them backwards: nobody always follows the same one, or comes later in a turn.
     With `failed`, a contender that raises is left out and its reason put there; without, it ends everything.
     """
     seconds: dict[str, list[float]] = {contender.name: [] for contender in contenders}
     for turn in tqdm(range(repeats + 1), desc="turns", leave=False, disable=quiet or None):
-        for contender in contenders:
+        for contender in contenders[:: -1 if turn % 2 else 1]:
             if contender.name not in seconds:
                 continue
             contender.reset()
