@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from functools import partial
@@ -61,6 +62,7 @@ def test_bytes_sent_equal_the_accounting_and_are_less_than_deepspeeds_own() -> N
     assert found["gemm_peak"] > 0
 
 
+DISPATCH = ("dispatch", "--ranks", "1", "--shares", "0")
 SMALL = ("--width", "16", "--hidden", "16", "--experts", "4", "--repeats", "2")
 
 
@@ -166,6 +168,8 @@ def test_growth_is_measured_for_tokens_experts_and_no_ops() -> None:
         ("step --layers 1", "depth.every"),
         ("step --write nowhere/at/all.md", "--write: is nowhere/at/all.md, which is a folder or in none"),
         ("profile --plot nowhere/at/all.png", "--plot: is nowhere/at/all.png, which is a folder or in none"),
+        ("profile --plot picture.foo", "--plot: is picture.foo; name a file that ends in .png"),
+        ("layer --write /proc/table.md", "--write: is /proc/table.md, which cannot be written; name another file"),
         ("dispatch --ranks 3 --experts 4", "--ranks: has 3, which does not divide --experts 4"),
         ("dispatch --shares 1", "argument --shares: is '1'; it must be a number from 0 to below 1"),
         ("decode --batches 0", "argument --batches: is '0'; it must be a whole number of at least 1"),
@@ -191,6 +195,28 @@ def test_a_contender_that_fails_later_is_left_out_with_its_reason_and_the_others
     assert failed == {"weak": "MemoryError: no more of it"}
     with pytest.raises(ZeroDivisionError):  # of our own, it ends everything
         take_turns([Contender("ours", lambda: 1 / 0)], 2, quiet=True)
+
+
+def test_where_deepspeeds_layer_cannot_take_the_tokens_ours_is_measured_alone() -> None:
+    done = run("tools/benchmark.py", *DISPATCH, "--tokens", "1", *SMALL)
+    row, *absent = [line for line in done.stdout.splitlines() if line.startswith(("| 1 |", "Not measured"))]
+    assert done.returncode == 0 and row.endswith("| - | - | - |")
+    assert len(absent) == 2 and all("deepspeed" in line and "min_capacity" in line for line in absent)
+
+
+def test_an_interrupt_is_one_line() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "tools/benchmark.py", *DISPATCH, *SMALL[:-1], "1000000"],
+        **{"cwd": ROOT, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True},
+    )
+    assert process.stderr is not None
+    while not process.stderr.readline().startswith("1 ranks"):  # from there on it measures
+        assert process.poll() is None
+    process.stderr.readline()  # the rank's first
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    out, problem = process.communicate(timeout=60)
+    assert process.returncode == 130 and out == ""
+    assert "interrupted before all turns were over" in problem and "Traceback" not in problem
 
 
 def test_every_other_turn_goes_through_the_contenders_backwards() -> None:

@@ -68,10 +68,19 @@ def main(arguments: list[str] | None = None) -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("interrupted before all turns were over; nothing is printed of a part of them", file=sys.stderr)
+        return 130
     text = modules[options.command].table(figures)
     print(json.dumps(figures, indent=1) if options.json else text)
-    if options.write:
-        Path(options.write).write_text(text + "\n")
+    try:
+        if options.write:
+            Path(options.write).write_text(text + "\n")
+        if getattr(options, "plot", None):
+            profile.draw(figures, options.plot)
+    except OSError as error:  # what was measured is printed above
+        print(f"error: {error}; name another --write or --plot", file=sys.stderr)
+        return 2
     return 0
 
 
@@ -81,8 +90,24 @@ def check_outputs(parser: argparse.ArgumentParser, options: argparse.Namespace) 
     for name, path in (("--write", options.write), ("--plot", plot)):
         if path is not None and (Path(path).is_dir() or not Path(path).absolute().parent.is_dir()):
             parser.error(f"{name}: is {path}, which is a folder or in none; name a file in a folder that exists")
+        if path is not None and not may_write(Path(path)):
+            parser.error(f"{name}: is {path}, which cannot be written; name another file")
+    if plot is not None and Path(plot).suffix != ".png":
+        parser.error(f"--plot: is {plot}; name a file that ends in .png")
     if plot is not None and find_spec("matplotlib") is None:
         parser.error('--plot: needs matplotlib; pip install -e ".[plots]"')
+
+
+def may_write(path: Path) -> bool:
+    """By trying: root may, whatever the permissions say, and not everywhere."""
+    there = path.exists()
+    try:
+        path.open("a").close()
+    except OSError:
+        return False
+    if not there:
+        path.unlink()
+    return True
 
 
 if __name__ == "__main__":

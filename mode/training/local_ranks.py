@@ -6,10 +6,11 @@ import contextlib
 import multiprocessing
 import os
 import random
+import signal
 import socket
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any
@@ -41,21 +42,33 @@ def run_on_ranks(
             context.Process(target=_main, args=(rank, num_ranks, port, str(file), function, arguments))  # type: ignore[attr-defined]
             for rank, file in enumerate(files)
         ]
-        for process in processes:
-            process.start()
-        deadline = time.monotonic() + seconds
-        while any(process.is_alive() for process in processes):
-            if time.monotonic() > deadline or any(process.exitcode for process in processes):
-                break
-            time.sleep(0.05)
-        codes = [process.exitcode for process in processes]
-        for process in processes:
-            if process.is_alive():
+        with _without_interrupts():
+            for process in processes:
+                process.start()
+        try:
+            deadline = time.monotonic() + seconds
+            while any(process.is_alive() for process in processes):
+                if time.monotonic() > deadline or any(process.exitcode for process in processes):
+                    break
+                time.sleep(0.05)
+            codes = [process.exitcode for process in processes]
+        finally:
+            for process in processes:
                 process.kill()
-            process.join()
+                process.join()
         if codes != [0] * num_ranks:
             raise RankFailed(f"exit codes of the ranks: {codes} (None: ended because another failed or time was up)")
         return [torch.load(file, weights_only=False) for file in files]
+
+
+@contextlib.contextmanager
+def _without_interrupts() -> Iterator[None]:
+    """What is started here never sees Ctrl-C, which reaches all processes of a terminal: who started it ends it."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def free_port() -> int:

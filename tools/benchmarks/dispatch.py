@@ -31,6 +31,8 @@ from mode.tooling import positive_integer
 from mode.training.engine import start_process_group
 from mode.training.local_ranks import run_on_ranks
 
+OURS, NATIVE, REDUCED = "mode", "deepspeed", "deepspeed, reduced capacity"
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     Sizes.add_arguments(parser, tokens=2048)
@@ -52,21 +54,25 @@ def dispatch_on_a_rank(sizes: Sizes, shares: list[float], repeats: int) -> list[
         hold_share(layer, share, x_TD.detach())
         reduced = native_layer(sizes, CAPACITY * (1 - share))
         contenders = [
-            training_contender("mode", layer, x_TD),
-            training_contender("deepspeed", native, x_TD),
-            training_contender("deepspeed, reduced capacity", reduced, x_TD),
+            training_contender(OURS, layer, x_TD),
+            training_contender(NATIVE, native, x_TD),
+            training_contender(REDUCED, reduced, x_TD),
         ]
         routing = layer(x_TD)[1]
         processed, no_op = int(routing.num_processed()), int(routing.num_no_op())
         counts = BlockCounts(1, sizes.tokens, sizes.tokens, sizes.tokens, processed, no_op, 0)
-        seconds = take_turns(contenders, repeats, distributed.barrier, quiet=rank != 0)
+        failed: dict[str, str] = {}  # on all ranks alike: it is the sizes that DeepSpeed's layer may not take
+        seconds = take_turns(contenders, repeats, distributed.barrier, quiet=rank != 0, failed=failed)
+        if OURS in failed:
+            raise RuntimeError(failed[OURS])
         found.append(
             {
                 "no_op": no_op,
                 "processed": processed,
                 "accounting": accounting.all_to_all_bytes(our_config(sizes), counts, element_size=4),
-                "bytes": {contender.name: bytes_sent(contender.run) for contender in contenders},
+                "bytes": {each.name: sum(bytes_sent(each.run)) for each in contenders if each.name in seconds},
                 "seconds": seconds,
+                "failed": failed,
             }
         )
     return found
@@ -97,31 +103,36 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         if sizes.experts % num_ranks:
             raise ConfigError("--ranks", f"has {num_ranks}, which does not divide --experts {sizes.experts}")
     rows = []
+    absent: dict[str, str] = {}
     for num_ranks in options.ranks:
         print(f"{num_ranks} ranks ...", file=sys.stderr)
         by_rank = run_on_ranks(dispatch_on_a_rank, num_ranks, sizes, options.shares, options.repeats)
         for ranks in zip(*by_rank, strict=True):
             # The first all-to-all carries what the rank sends, the second what it answers: one adds up to the other.
-            ours, native, reduced = (sum(sum(rank["bytes"][name]) for rank in ranks) for name in ranks[0]["bytes"])
+            sent = {name: sum(rank["bytes"][name] for rank in ranks) for name in ranks[0]["bytes"]}
             seconds = ranks[0]["seconds"]
+            medians = {name: statistics.median(found) for name, found in seconds.items()}
+            ratios = {name: ratio(found, seconds[OURS]) for name, found in seconds.items()}
+            absent |= {f"{name}, {num_ranks} ranks": reason for name, reason in ranks[0]["failed"].items()}
             rows.append(
                 {
                     "ranks": num_ranks,
                     "no_op_share": sum(rank["no_op"] for rank in ranks)
                     / sum(rank["no_op"] + rank["processed"] for rank in ranks),
                     "flops": 3 * 6 * sum(rank["processed"] for rank in ranks) * sizes.width * sizes.hidden,
-                    "bytes": ours,
+                    "bytes": sent[OURS],
                     "accounting": 4 * sum(rank["accounting"] for rank in ranks),
-                    "native_bytes": native,
-                    "native_reduced_bytes": reduced,
-                    "seconds": statistics.median(seconds["mode"]),
-                    "native_seconds": statistics.median(seconds["deepspeed"]),
-                    "native_reduced_seconds": statistics.median(seconds["deepspeed, reduced capacity"]),
-                    "times_native": ratio(seconds["deepspeed"], seconds["mode"]),
-                    "times_native_reduced": ratio(seconds["deepspeed, reduced capacity"], seconds["mode"]),
+                    "native_bytes": sent.get(NATIVE),
+                    "native_reduced_bytes": sent.get(REDUCED),
+                    "seconds": medians[OURS],
+                    "native_seconds": medians.get(NATIVE),
+                    "native_reduced_seconds": medians.get(REDUCED),
+                    "times_native": ratios.get(NATIVE),
+                    "times_native_reduced": ratios.get(REDUCED),
                 }
             )
-    return {"dispatch": rows, "sizes": vars(sizes), "repeats": options.repeats, "gemm_peak": gemm_peak()}
+    about = {"sizes": vars(sizes), "repeats": options.repeats, "gemm_peak": gemm_peak()}
+    return {"dispatch": rows, "absent": absent, **about}
 
 
 def table(figures: dict[str, Any]) -> str:
@@ -137,13 +148,14 @@ def table(figures: dict[str, Any]) -> str:
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in figures["dispatch"]:
-        sent = [row[name] / 1e6 for name in ("bytes", "accounting", "native_bytes", "native_reduced_bytes")]
-        times = [row[name] * 1e3 for name in ("seconds", "native_seconds", "native_reduced_seconds")]
+        sent = [row[name] for name in ("bytes", "accounting", "native_bytes", "native_reduced_bytes")]
+        times = [row[name] for name in ("seconds", "native_seconds", "native_reduced_seconds")]
         lines.append(
             f"| {row['ranks']} | {row['no_op_share']:.3f} | {row['flops'] / 1e9:.1f} | "
-            + " | ".join(f"{value:.3f}" for value in sent)
+            + " | ".join("-" if value is None else f"{value / 1e6:.3f}" for value in sent)
             + " | "
-            + " | ".join(f"{value:.1f}" for value in times)
-            + f" | {show_ratio(row['times_native'])} |"
+            + " | ".join("-" if value is None else f"{value * 1e3:.1f}" for value in times)
+            + f" | {'-' if row['times_native'] is None else show_ratio(row['times_native'])} |"
         )
+    lines += [f"\nNot measured: {name} ({reason})." for name, reason in figures["absent"].items()]
     return "\n".join(lines)

@@ -62,12 +62,13 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     for top_k in options.choices:
         sized = dataclasses.replace(sizes, top_k=top_k)
         contenders, missing = expert_contenders(sized, options.share, place)
-        absent |= missing
-        seconds = take_turns(contenders, options.repeats, wait_for(place.device), failed=absent)
+        failed: dict[str, str] = {}
+        seconds = take_turns(contenders, options.repeats, wait_for(place.device), failed=failed)
+        absent |= missing | {f"{name}, top-{top_k}": reason for name, reason in failed.items()}
         auto = ours(sized, place)
         for needed in (auto, LIMIT):
             if needed not in seconds:
-                raise ConfigError(needed, f"could not be measured at these sizes: {absent[needed]}")
+                raise ConfigError(needed, f"could not be measured at these sizes: {(missing | failed)[needed]}")
         flops = expert_flops(sized)
         for name, found in seconds.items():
             share = options.share if "share" in name else 0.0

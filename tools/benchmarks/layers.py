@@ -42,7 +42,7 @@ class Place:
     @staticmethod
     def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="what is measured (default: cpu)")
-        parser.add_argument("--dtype", choices=DTYPES, default="fp32", help="MegaBlocks needs bf16 or fp16")
+        parser.add_argument("--dtype", choices=DTYPES, default="fp32", help="MegaBlocks needs bf16")
 
     @staticmethod
     def read(options: argparse.Namespace) -> Place:

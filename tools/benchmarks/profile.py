@@ -54,10 +54,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                 seconds[kind_of(event.key)] += event.self_cpu_time_total / 1e6
             steps.append(seconds)
         rows.append({"model": name, "seconds": {kind: statistics.median(s[kind] for s in steps) for kind in steps[0]}})
-    figures = {"profile": rows, "options": settings(options)}
-    if options.plot:
-        draw(figures, options.plot)
-    return figures
+    return {"profile": rows, "options": settings(options)}
 
 
 def draw(figures: dict[str, Any], path: str) -> None:

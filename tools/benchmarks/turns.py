@@ -99,7 +99,7 @@ def gemm_peak(
     wait = wait_for(device)
     rates: list[float] = []
     began = time.perf_counter()
-    for size in sizes or ((512, 1024, 2048) if device.type == "cpu" else (2048, 4096, 8192)):
+    for size in sizes or ((128, 256, 512, 1024, 2048) if device.type == "cpu" else (2048, 4096, 8192)):
         a, b, out = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(3))
         for _ in range(PEAK_REPEATS):
             if rates and time.perf_counter() - began > PEAK_SECONDS:
