@@ -11,7 +11,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from multiprocessing.context import BaseContext
+from multiprocessing.context import ForkServerContext, SpawnContext
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ def run_on_ranks(
     num_ranks: int,
     *arguments: Any,
     seconds: float = 3600,
-    context: BaseContext | None = None,
+    context: SpawnContext | ForkServerContext | None = None,
 ) -> list[Any]:
     """What `function(*arguments)` returns on each of `num_ranks` new processes that are told of each other.
 
@@ -38,8 +38,8 @@ def run_on_ranks(
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder) / f"{rank}.pt" for rank in range(num_ranks)]
         port = free_port()
-        processes: list[Any] = [
-            context.Process(target=_main, args=(rank, num_ranks, port, str(file), function, arguments))  # type: ignore[attr-defined]
+        processes = [
+            context.Process(target=_main, args=(rank, num_ranks, port, str(file), function, arguments))
             for rank, file in enumerate(files)
         ]
         with _without_interrupts():
