@@ -100,7 +100,7 @@ class ExpertsConfig(Section):
     balance_loss: BalanceLossConfig | None = section(BalanceLossConfig, None, null=True)
     balance_bias: BalanceBiasConfig | None = section(BalanceBiasConfig, None, null=True)
     z_loss_weight: float = number(0.0, at_least=0)
-    backend: str = choice("auto", of=("auto", "megablocks", "threads", "grouped_mm", "loop"))
+    backend: str = choice("auto", of=("auto", "megablocks", "native", "grouped_mm", "loop"))
     ep_size: int = integer(1)
 
     @property

@@ -10,7 +10,6 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTenso
 
 from mode.accounting import expert_capacity
 from mode.layers import SwiGLU
-from mode.moe.backends.loop import expert_by_expert, neighbours, one_after_another
 from mode.moe.dispatch import Rows, gather_rows, inverse, sum_rows
 from mode.moe.layer import MoELayer
 from mode.moe.router import largest_columns, within_capacity
@@ -19,14 +18,14 @@ from tests.helpers import assert_same_with_gradients, make_config, spread_weight
 
 BACKENDS = {  # grouped_mm knows no float64
     "loop": (torch.float64, 1e-10),
-    "threads": (torch.float64, 1e-10),
+    "native": (torch.float64, 1e-10),
     "grouped_mm": (torch.float32, 2e-5),
 }
 
 
 @pytest.fixture(autouse=True, scope="module")
 def two_cores():
-    """Or "threads" would have but one."""
+    """Or "native" would have but one."""
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     yield
@@ -284,38 +283,3 @@ def test_without_no_ops_and_capacity_nothing_waits_for_the_device_to_learn_how_m
         assert x_TD.grad.shape == x_TD.shape and layer.experts.w1.grad.shape == layer.experts.w1.shape
         with pytest.raises(DynamicOutputShapeException):  # how many are no-ops only the device knows
             MoELayer(with_no_ops.experts, config.model.width)(x_TD)
-
-
-@pytest.mark.parametrize(
-    ("counts", "enough", "groups"),
-    [
-        ([300, 300, 300], 256, [[0], [1], [2]]),
-        ([100, 100, 100, 100, 100], 256, [[0, 1, 2], [3, 4]]),
-        ([4, 0, 4, 4, 0, 4], 8, [[0, 2], [3, 5]]),
-        ([4, 0, 4, 4], 1, [[0], [2], [3]]),
-        ([1, 0, 1], 0, [[0], [2]]),
-        ([0, 0], 8, []),
-        ([], 8, []),
-    ],
-    ids=["large experts", "small ones together", "without tokens", "each alone", "one row", "none", "no experts"],
-)
-def test_neighbours_share_a_group_until_it_has_enough_rows(counts, enough, groups):
-    assert neighbours(counts, enough) == groups
-
-
-@pytest.mark.parametrize("num_groups", [1, 3])
-@pytest.mark.parametrize("width", [48, 40], ids=["whole cache lines", "parts of them"])
-def test_groups_do_not_change_results(num_groups, width):
-    """Outputs and gradients are bit for bit those of one expert at a time; two have no tokens, one has a single one."""
-    counts_e = torch.tensor([5, 0, 1, 7, 3, 0, 4])
-    random = torch.Generator().manual_seed(0)
-    shapes = [(20, 24), (7, width, 24), (7, 24, width), (7, width, 24)]
-    tensors = [torch.randn(shape, generator=random) for shape in shapes]
-    found = []
-    for groups in (num_groups, 1000):
-        inputs = [each.clone().requires_grad_() for each in tensors]
-        out_QD = expert_by_expert(one_after_another, groups, inputs[0], counts_e, *inputs[1:])
-        out_QD.square().sum().backward()
-        found.append([out_QD, *(each.grad for each in inputs)])
-    for each, other in zip(*found, strict=True):
-        assert torch.equal(each, other)

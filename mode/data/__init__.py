@@ -6,7 +6,7 @@ Nothing here knows the model, the engine or how many processes there are.
 from mode.data.baseline import bigram_loss
 from mode.data.errors import DataError
 from mode.data.loader import Batch, TrainLoader, spread_rows, validation_batches
-from mode.data.packing import PackedData, Split, SplitCounts, default_cache_dir, document_ids, prepare_data
+from mode.data.packing import PackedData, Split, SplitCounts, document_ids, prepare_data
 from mode.data.tokenizer import Tokenizer
 
 __all__ = [
@@ -18,7 +18,6 @@ __all__ = [
     "Tokenizer",
     "TrainLoader",
     "bigram_loss",
-    "default_cache_dir",
     "document_ids",
     "prepare_data",
     "spread_rows",

@@ -43,6 +43,7 @@ from mode.data.tokenizer import (
     tokenizer_identity,
     train_bpe,
 )
+from mode.host import default_cache_dir
 
 FORMAT = 2  # raise it when the same inputs would give other files
 SPLITS = ("train", "validation")
@@ -118,12 +119,6 @@ def prepare_data(config: ModeConfig, *, quiet: bool = False) -> PackedData:
                 finally:
                     shutil.rmtree(scratch, ignore_errors=True)
     return _open(folder, source.name, config)
-
-
-def default_cache_dir() -> Path:
-    """`mode` in the user's cache folder."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "mode"
 
 
 def document_ids(rows: Tokens, end_of_text: int) -> NDArray[np.int64]:

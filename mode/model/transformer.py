@@ -232,7 +232,7 @@ class ModeTransformer(nn.Module):
 
 def _for_any_machine(config: ModeConfig) -> ModeConfig:
     """The same model where the package or the device that it was trained with may be missing."""
-    bound = config.experts is not None and config.experts.backend in ("megablocks", "threads")
+    bound = config.experts is not None and config.experts.backend in ("megablocks", "native")
     return config.with_backend("auto") if bound else config
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
@@ -54,6 +54,14 @@ class LocalDispatcher:
 
     def __init__(self, all_processed: bool = False) -> None:
         self.find: Callable[[ExpertRouting], Tensor] = _all_of_them if all_processed else _processed_ones
+
+    def mix(self, x_TD: Tensor, routing: ExpertRouting, experts: nn.Module) -> Tensor:
+        """[T, D]: what the experts make of each token's choices, added up."""
+        return self.sort_and_mix(x_TD, routing, experts)
+
+    def sort_and_mix(self, x_TD: Tensor, routing: ExpertRouting, experts: nn.Module) -> Tensor:
+        sent = self.dispatch(x_TD, routing)
+        return self.combine(experts(sent.x_QD, sent.counts_e), sent)
 
     def dispatch(self, x_TD: Tensor, routing: ExpertRouting) -> Dispatched:
         return self.sort(x_TD, routing)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from mode.moe.backends import BACKENDS
+from mode.moe.backends.native import mix
 
 
 class Experts(nn.Module):
@@ -19,5 +20,11 @@ class Experts(nn.Module):
         self.w2 = nn.Parameter(torch.empty(num_local, width, hidden_width))
         self.w3 = nn.Parameter(torch.empty(num_local, hidden_width, width))
 
-    def forward(self, x_QD: Tensor, counts_e: Tensor) -> Tensor:
-        return self.compute(x_QD, counts_e, self.w1, self.w2, self.w3)
+    def forward(self, x_XD: Tensor, rows: Tensor, gates_TK: Tensor | None = None) -> Tensor:
+        """Rows sorted by expert, `rows` how many each has; or, with gates, tokens, `rows` their choices [T, K].
+
+        Both in here, because ZeRO-3 gathers a module's weights when it is called.
+        """
+        if gates_TK is None:
+            return self.compute(x_XD, rows, self.w1, self.w2, self.w3)
+        return mix(x_XD, rows, gates_TK, self.w1, self.w2, self.w3)

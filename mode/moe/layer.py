@@ -1,4 +1,4 @@
-"""The expert feed-forward: router -> dispatch -> experts -> combine, plus experts that are always on."""
+"""The expert feed-forward: router -> dispatcher -> experts and back, plus experts that are always on."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from torch import Tensor, nn
 
 from mode.config import ExpertsConfig
 from mode.layers import SwiGLU
+from mode.moe.backends import AutoDispatcher
 from mode.moe.backends.megablocks import MegaBlocksDispatcher
+from mode.moe.backends.native import NativeDispatcher
 from mode.moe.dispatch import LocalDispatcher
 from mode.moe.experts import Experts
 from mode.moe.router import build_expert_router
@@ -22,7 +24,8 @@ def build_dispatcher(config: ExpertsConfig) -> LocalDispatcher:
     """MegaBlocks' own where it fits: with no-ops or a capacity it would copy what nobody computes."""
     if config.backend == "megablocks" and processes_all(config):
         return MegaBlocksDispatcher(all_processed=True)
-    return LocalDispatcher(processes_all(config))
+    of_its_own = {"native": NativeDispatcher, "auto": AutoDispatcher}
+    return of_its_own.get(config.backend, LocalDispatcher)(processes_all(config))
 
 
 class SharedExperts(SwiGLU):
@@ -51,6 +54,5 @@ class MoELayer(nn.Module):
 
     def forward(self, x_TD: Tensor) -> tuple[Tensor, ExpertRouting]:
         routing = self.router(x_TD)
-        sent = self.dispatcher.dispatch(x_TD, routing)
-        out_QD = self.experts(sent.x_QD, sent.counts_e)
-        return self.shared.add(self.dispatcher.combine(out_QD, sent), x_TD), routing
+        mixed_TD = self.dispatcher.mix(x_TD, routing, self.experts)
+        return self.shared.add(mixed_TD, x_TD), routing

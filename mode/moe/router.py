@@ -10,11 +10,14 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from mode.accounting import expert_capacity
 from mode.config import BalanceBiasConfig, ExpertsConfig
 from mode.layers import Float32Linear
 from mode.routing import ExpertRouting
+
+VECTOR = 16  # float32 numbers in the widest vector of a CPU
 
 
 def target_shares(num_experts: int, num_no_ops: int, no_op_fraction: float) -> Tensor:
@@ -44,6 +47,17 @@ def largest_columns(logits_TJ: Tensor, top_k: int) -> Tensor:
     return torch.cat(choices, dim=-1)
 
 
+def softmax(logits_TJ: Tensor) -> Tensor:
+    """Over the columns. Where they do not fill one vector of a CPU, they are filled up.
+
+    Torch computes columns that fill no vector one by one: 9 take five times as long as 16.
+    """
+    num_columns = logits_TJ.shape[1]
+    if num_columns >= VECTOR or logits_TJ.device.type != "cpu":
+        return logits_TJ.softmax(dim=-1)
+    return F.pad(logits_TJ, (0, VECTOR - num_columns), value=float("-inf")).softmax(dim=-1)[:, :num_columns]
+
+
 def within_capacity(choices_TK: Tensor, gates_TK: Tensor, num_columns: int, capacity: int) -> Tensor:
     """True where a choice is among its column's `capacity` largest gates; of equals, the earlier token."""
     by_gate_A = gates_TK.flatten().sort(descending=True, stable=True).indices
@@ -70,7 +84,7 @@ class ExpertRouter(nn.Module):
 
     def forward(self, x_TD: Tensor) -> ExpertRouting:
         logits_TJ = self.scorer(x_TD)
-        scores_TJ = logits_TJ.softmax(dim=-1)
+        scores_TJ = softmax(logits_TJ)
         choices_TK = largest_columns(self.selection_logits(logits_TJ), self.config.top_k)
         gates_TK = self.to_gates(scores_TJ.gather(1, choices_TK))
         processed_TK = choices_TK < self.config.num_experts

@@ -16,9 +16,10 @@ import pytest
 import mode.config
 import mode.data.packing as packing
 from mode.config import ModeConfig
-from mode.data import DataError, PackedData, Tokenizer, default_cache_dir, document_ids, prepare_data
+from mode.data import DataError, PackedData, Tokenizer, document_ids, prepare_data
 from mode.data.packing import SPLITS, token_dtype, validation_limit
 from mode.data.tokenizer import train_bpe
+from mode.host import default_cache_dir
 
 Configure = Callable[..., ModeConfig]
 

@@ -9,47 +9,43 @@ import functools
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mode.moe.backends.grouped_mm import grouped_mm_experts
+from mode.moe.backends.lack import Lack
 from mode.moe.backends.loop import loop_experts
-from mode.moe.backends.megablocks import Lack, check_usable, megablocks_experts
-from mode.moe.backends.threads import check_device, threads_experts
+from mode.moe.backends.megablocks import check_megablocks, megablocks_experts
+from mode.moe.backends.native import NativeDispatcher, check_native, native_experts
+from mode.routing import ExpertRouting
 
 Backend = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
-PREFERENCE = ("megablocks", "threads", "grouped_mm", "loop")  # what "auto" tries, in this order
+PREFERENCE = ("megablocks", "native", "grouped_mm", "loop")  # what "auto" tries, in this order
 GROUPED_MM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
+@functools.cache
 def choose_backend(name: str, device: torch.device, dtype: torch.dtype, widths: tuple[int, ...]) -> tuple[str, str]:
     """(the backend that the setting `name` stands for in such a model on this machine, why that one).
 
     `widths` are those of the model and of an expert. Only a setting that names a backend can be refused: a
     `ConfigError`. "auto" always finds one.
     """
-    if name == "threads":
-        check_device(device)
-    if name == "auto" and device.type == "cpu" and torch.get_num_threads() > 1:
-        return "threads", f"a CPU, {torch.get_num_threads()} threads"
-    return _by_packages(name, device, dtype, widths)
-
-
-@functools.cache
-def _by_packages(name: str, device: torch.device, dtype: torch.dtype, widths: tuple[int, ...]) -> tuple[str, str]:
-    if name not in ("auto", "megablocks"):
+    checks = {"megablocks": check_megablocks, "native": check_native}
+    if name != "auto":
+        if name in checks:
+            checks[name](device, dtype)
         return name, "as configured"
+    best, why = ("native", "compiled for this CPU") if device.type == "cpu" else ("megablocks", "it is installed")
     try:
-        check_usable(device, dtype)
-        return "megablocks", "as configured" if name == "megablocks" else "it is installed"
+        checks[best](device, dtype)
+        return best, why
     except Lack as lack:
-        if name == "megablocks":
-            raise
-        no_megablocks = lack.reason
+        no_best = lack.reason
     no_grouped_mm = _grouped_mm_lack(dtype, widths)
     if no_grouped_mm is None:
-        return "grouped_mm", no_megablocks
-    return "loop", f"{no_megablocks}; {no_grouped_mm}"
+        return "grouped_mm", no_best
+    return "loop", f"{no_best}; {no_grouped_mm}"
 
 
 def _grouped_mm_lack(dtype: torch.dtype, widths: tuple[int, ...]) -> str | None:
@@ -60,21 +56,24 @@ def _grouped_mm_lack(dtype: torch.dtype, widths: tuple[int, ...]) -> str | None:
 
 
 def auto_experts(x_QD: Tensor, counts_e: Tensor, w1_eFD: Tensor, w2_eDF: Tensor, w3_eFD: Tensor) -> Tensor:
-    """For a model that may still move: chosen by the tensors themselves. A trainer chooses once, at its start.
-
-    Without gradients it is mostly for sampling, with fewer tokens than experts. On a CPU the loop is best at that: it
-    leaves out the experts that have none and has no threads to wake.
-    """
-    if x_QD.device.type == "cpu" and not torch.is_grad_enabled():
-        return loop_experts(x_QD, counts_e, w1_eFD, w2_eDF, w3_eFD)
+    """For a model that may still move: chosen by the tensors themselves. A trainer chooses once, at its start."""
     name, _ = choose_backend("auto", x_QD.device, x_QD.dtype, tuple(w1_eFD.shape[1:]))
     return BACKENDS[name](x_QD, counts_e, w1_eFD, w2_eDF, w3_eFD)
+
+
+class AutoDispatcher(NativeDispatcher):
+    """As `auto_experts`: the native way where that is what "auto" stands for."""
+
+    def mix(self, x_TD: Tensor, routing: ExpertRouting, experts: nn.Module) -> Tensor:
+        width = x_TD.shape[1]  # for the native way any will do
+        name, _ = choose_backend("auto", x_TD.device, x_TD.dtype, (width,))
+        return (super().mix if name == "native" else self.sort_and_mix)(x_TD, routing, experts)
 
 
 BACKENDS: dict[str, Backend] = {
     "auto": auto_experts,
     "megablocks": megablocks_experts,
-    "threads": threads_experts,
+    "native": native_experts,
     "grouped_mm": grouped_mm_experts,
     "loop": loop_experts,
 }

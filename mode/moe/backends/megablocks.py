@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from mode.moe.backends.lack import Lack
 from mode.moe.backends.loop import loop_experts
 from mode.moe.dispatch import Dispatched, LocalDispatcher
 from mode.routing import ExpertRouting
-from mode.section import ConfigError
 
 INSTALL = "pip install --no-deps --no-build-isolation megablocks==0.10.0 grouped_gemm==0.3.0 (docs/gpu.md)"
 MAX_OFFSET = 2**31  # MegaBlocks' kernels count elements in 32 bits
@@ -31,14 +31,6 @@ MAX_OFFSET = 2**31  # MegaBlocks' kernels count elements in 32 bits
 
 # ---------------------------------------------------------------------------------------------------
 # What the machine has
-
-
-class Lack(ConfigError):
-    """Why the experts cannot be computed by MegaBlocks here."""
-
-    def __init__(self, reason: str, fix: str) -> None:
-        self.reason = reason
-        super().__init__("experts.backend", f'is "megablocks"; {reason}; {fix}')
 
 
 @dataclass(frozen=True)
@@ -57,14 +49,16 @@ def _package() -> _Package:
         return _Package(ops, importlib.import_module("megablocks.grouped_gemm_util").ops.gmm)
     except Exception as error:  # a package built for another torch or CUDA fails in many ways
         reason = " ".join(str(error).split())[:200] or type(error).__name__
-        raise Lack(f"megablocks cannot be imported ({reason})", f'build it again: {INSTALL}, or use "auto"') from error
+        raise Lack(
+            "megablocks", f"megablocks cannot be imported ({reason})", f'build it again: {INSTALL}, or use "auto"'
+        ) from error
 
 
-def check_usable(device: torch.device, dtype: torch.dtype) -> None:
+def check_megablocks(device: torch.device, dtype: torch.dtype) -> None:
     """Refuses, by `Lack`, a model that MegaBlocks cannot compute here. Imports it only if nothing else is lacking."""
     _check_installed()
     if device.type != "cuda":
-        raise Lack(f"megablocks needs a CUDA GPU and this is a {device.type} device", 'use "auto"')
+        raise Lack("megablocks", f"megablocks needs a CUDA GPU and this is a {device.type} device", 'use "auto"')
     _check_dtype(dtype)
     _package()
 
@@ -72,7 +66,7 @@ def check_usable(device: torch.device, dtype: torch.dtype) -> None:
 def _check_installed() -> None:
     for name in ("megablocks", "grouped_gemm"):
         if not _is_installed(name):
-            raise Lack(f"{name} is not installed", f'{INSTALL}, or use "auto"')
+            raise Lack("megablocks", f"{name} is not installed", f'{INSTALL}, or use "auto"')
 
 
 def _is_installed(name: str) -> bool:
@@ -85,7 +79,9 @@ def _is_installed(name: str) -> bool:
 def _check_dtype(dtype: torch.dtype) -> None:
     if dtype != torch.bfloat16:
         name = str(dtype).removeprefix("torch.")
-        raise Lack(f"megablocks computes in bfloat16 only and this model is {name}", 'enable bf16, or use "auto"')
+        raise Lack(
+            "megablocks", f"megablocks computes in bfloat16 only and this model is {name}", 'enable bf16, or use "auto"'
+        )
 
 
 # ---------------------------------------------------------------------------------------------------
