@@ -22,8 +22,8 @@ from mode.data.tokenizer import byte_tokenizer
 from mode.model.pretrained import save_pretrained
 from mode.model.transformer import ModeTransformer
 from mode.moe.backends import BACKENDS, PREFERENCE, choose_backend, megablocks, native
-from mode.moe.backends.lack import Lack
 from mode.moe.layer import MoELayer
+from mode.native.library import Unavailable
 from mode.section import ConfigError
 from mode.training import engine
 from tests import launch, megablocks_cases
@@ -122,7 +122,7 @@ def test_every_backend_of_the_configuration_exists_and_auto_can_choose_each():
 
 
 def lack_a_compiler():
-    raise Lack("native", "there is no C++ compiler", "install one")
+    return Unavailable("there is no C++ compiler", "install one")
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def lack_a_compiler():
 )
 def test_an_auto_layer_computes_what_the_backend_it_stands_for_computes(monkeypatch, dtype, compiles, name):
     if not compiles:
-        monkeypatch.setattr(native, "load_library", lack_a_compiler)
+        monkeypatch.setattr(native, "why_not", lack_a_compiler)
     x_TD = torch.randn(7, 16, generator=torch.Generator().manual_seed(0)).to(dtype)
     outputs = []
     for backend in ("auto", name):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from mode.config import ExpertsConfig, ModeConfig
 from mode.depth.router import build_depth_router
 from mode.depth.tokens import add_to_tokens, flat_index, take_tokens
-from mode.layers import SwiGLU
+from mode.layers import RMSNorm, SwiGLU
 from mode.model.attention import Attend, Attention, attend_causally
 from mode.model.cache import BlockCache
 from mode.moe.layer import MoELayer
@@ -44,9 +44,9 @@ class BlockBody(nn.Module):
     def __init__(self, config: ModeConfig, expert_layer: ExpertLayer) -> None:
         super().__init__()
         model = config.model
-        self.attention_norm = nn.RMSNorm(model.width, eps=model.norm_eps)
+        self.attention_norm = RMSNorm(model.width, eps=model.norm_eps)
         self.attention = Attention(model)
-        self.feed_forward_norm = nn.RMSNorm(model.width, eps=model.norm_eps)
+        self.feed_forward_norm = RMSNorm(model.width, eps=model.norm_eps)
         self.feed_forward = (
             DenseFeedForward(model.width, model.ffn_width)
             if config.experts is None

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mode.native import functions as native
+
 
 def rope_tables(positions_BL: Tensor, head_width: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """(cos, sin) of shape [B, L, head_width / 2]. Computed in float64: large angles lose digits in float32."""
@@ -15,6 +17,8 @@ def rope_tables(positions_BL: Tensor, head_width: int, theta: float, dtype: torc
 
 def rotate(x_BSNH: Tensor, cos_BSH: Tensor, sin_BSH: Tensor) -> Tensor:
     """Turns each pair (i, i + head_width / 2) of a head by its token's angle."""
+    if native.takes(x_BSNH, cos_BSH, sin_BSH):
+        return native.rotate(x_BSNH, cos_BSH, sin_BSH)
     cos_BS1H, sin_BS1H = cos_BSH.unsqueeze(2), sin_BSH.unsqueeze(2)
     first, second = x_BSNH.chunk(2, dim=-1)
     return torch.cat([first * cos_BS1H - second * sin_BS1H, second * cos_BS1H + first * sin_BS1H], dim=-1)

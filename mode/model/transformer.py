@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from mode.config import ModeConfig
+from mode.layers import RMSNorm
 from mode.losses import compute_losses
 from mode.model.block import DepthRoutedBlock, ExpertLayer, build_block
 from mode.model.initialise import initialise
@@ -46,7 +47,7 @@ class ModeTransformer(nn.Module):
         # `from_pretrained` because the plain constructor draws weights, which `initialise` would replace.
         self.embedding = nn.Embedding.from_pretrained(torch.empty(model.vocab_size, model.width), freeze=False)
         self.blocks = nn.ModuleList(build_block(config, layer, expert_layer) for layer in range(model.num_layers))
-        self.norm = nn.RMSNorm(model.width, eps=model.norm_eps)
+        self.norm = RMSNorm(model.width, eps=model.norm_eps)
         self.head = nn.Linear(model.width, model.vocab_size, bias=False)
         if model.tied_head:
             self.head.weight = self.embedding.weight

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from mode.moe.backends import BACKENDS
-from mode.moe.backends.native import mix
+from mode.moe.backends.native import mix_tokens
 
 
 class Experts(nn.Module):
@@ -27,4 +27,4 @@ class Experts(nn.Module):
         """
         if gates_TK is None:
             return self.compute(x_XD, rows, self.w1, self.w2, self.w3)
-        return mix(x_XD, rows, gates_TK, self.w1, self.w2, self.w3)
+        return mix_tokens(x_XD, rows, gates_TK, self.w1, self.w2, self.w3)

@@ -10,14 +10,12 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from mode.accounting import expert_capacity
 from mode.config import BalanceBiasConfig, ExpertsConfig
 from mode.layers import Float32Linear
+from mode.native import functions as native
 from mode.routing import ExpertRouting
-
-VECTOR = 16  # float32 numbers in the widest vector of a CPU
 
 
 def target_shares(num_experts: int, num_no_ops: int, no_op_fraction: float) -> Tensor:
@@ -47,15 +45,13 @@ def largest_columns(logits_TJ: Tensor, top_k: int) -> Tensor:
     return torch.cat(choices, dim=-1)
 
 
-def softmax(logits_TJ: Tensor) -> Tensor:
-    """Over the columns. Where they do not fill one vector of a CPU, they are filled up.
-
-    Torch computes columns that fill no vector one by one: 9 take five times as long as 16.
-    """
-    num_columns = logits_TJ.shape[1]
-    if num_columns >= VECTOR or logits_TJ.device.type != "cpu":
-        return logits_TJ.softmax(dim=-1)
-    return F.pad(logits_TJ, (0, VECTOR - num_columns), value=float("-inf")).softmax(dim=-1)[:, :num_columns]
+def choose(logits_TJ: Tensor, ranked_TJ: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(the softmax of the logits [T, J]; the columns that rank highest [T, K]; the scores of those)."""
+    if native.takes(logits_TJ, ranked_TJ):
+        return native.choose(logits_TJ, ranked_TJ, top_k)
+    scores_TJ = logits_TJ.softmax(dim=-1)
+    choices_TK = largest_columns(ranked_TJ, top_k)
+    return scores_TJ, choices_TK, scores_TJ.gather(1, choices_TK)
 
 
 def within_capacity(choices_TK: Tensor, gates_TK: Tensor, num_columns: int, capacity: int) -> Tensor:
@@ -84,9 +80,8 @@ class ExpertRouter(nn.Module):
 
     def forward(self, x_TD: Tensor) -> ExpertRouting:
         logits_TJ = self.scorer(x_TD)
-        scores_TJ = softmax(logits_TJ)
-        choices_TK = largest_columns(self.selection_logits(logits_TJ), self.config.top_k)
-        gates_TK = self.to_gates(scores_TJ.gather(1, choices_TK))
+        scores_TJ, choices_TK, chosen_TK = choose(logits_TJ, self.selection_logits(logits_TJ), self.config.top_k)
+        gates_TK = self.to_gates(chosen_TK)
         processed_TK = choices_TK < self.config.num_experts
         if self.training:  # evaluation and sampling drop nothing
             processed_TK = self.limit(processed_TK, choices_TK, gates_TK)

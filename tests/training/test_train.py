@@ -140,7 +140,7 @@ def test_the_brief_monitor_has_no_tag_per_block(tiny, tmp_path):
 
 def test_the_opening_table_says_how_the_experts_are_computed_and_why(finished):
     _, output = finished
-    assert "\n  experts          grouped_mm (megablocks " in output
+    assert "\n  experts          native (compiled for this CPU)\n" in output
 
 
 def test_the_closing_lines_tell_losses_compute_a_sample_and_what_to_do_next(finished):

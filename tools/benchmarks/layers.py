@@ -177,7 +177,7 @@ class AutoEPExperts(nn.Module):
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
-        self.layer = our_layer(sizes)
+        self.layer = our_layer(sizes, backend="grouped_mm")  # whose dispatcher sorts the tokens by expert
         self.layer.experts = GroupedExperts(sizes.width, sizes.hidden, sizes.experts)
 
     def forward(self, x_TD: Tensor) -> tuple[Tensor, object]:

@@ -2,29 +2,23 @@
 //
 // Each core takes whole experts, the largest that is left. The rows of one expert are gathered, used up and put back
 // where they came from while they are in that core's cache; nothing is sorted or copied beforehand. The products are
-// torch's own. Knows nothing of autograd: native.py does.
+// torch's own. Knows nothing of autograd.
 //
 // T tokens of width D, K choices each; an assignment is t * K + k. A choice outside of the E experts (a no-op, or -1)
 // is no row of anything. R rows: the assignments that are left, by expert and within one by token.
 
-#include <ATen/ATen.h>
-#include <ATen/Parallel.h>
-#include <ATen/cpu/vec/vec.h>
-#include <torch/library.h>
+#pragma once
 
-#include <algorithm>
 #include <atomic>
 #include <cstring>
-#include <numeric>
 #include <tuple>
 #include <vector>
 
-namespace {
+#include "common.h"
 
-using at::Tensor;
+namespace deepspeed_mode {
 
 constexpr double MAX_UNEVENNESS = 1.1;  // the busiest core's rows by the mean; products that cores share lose as much
-constexpr int64_t GRAIN = 64;           // rows from which on a second core is worth waking
 
 struct Expert {
   int64_t index, begin, rows;
@@ -72,13 +66,6 @@ void for_each_expert(const Plan& plan, const Work& work) {
   };
   if (at_once == 1) return take(0, 1);
   at::parallel_for(0, at_once, 1, take);
-}
-
-template <class Work>
-void for_each_row(int64_t rows, const Work& work) {
-  at::parallel_for(0, rows, GRAIN, [&](int64_t begin, int64_t end) {
-    for (int64_t r = begin; r < end; r++) work(r);
-  });
 }
 
 // [rows, D]: the tokens of these assignments.
@@ -129,12 +116,6 @@ Tensor sum_choices(const Tensor& x_AD, const Tensor& choices_TK, int64_t num_exp
   return out_TD;
 }
 
-template <class T>
-at::vec::Vectorized<T> sigmoid(const at::vec::Vectorized<T>& x) {
-  using V = at::vec::Vectorized<T>;
-  return V(1) / (V(1) + x.neg().exp());
-}
-
 // hidden = weight * silu(gate) * up, of one row.
 template <class T>
 void activate(const T* gate, const T* up, T weight, T* hidden, int64_t width) {
@@ -159,21 +140,12 @@ T activate_backward(const T* gate, const T* up, T weight, T* grad, T* grad_up, i
     (weighted * silu).store(grad_up + i, n);
     (weighted * u * (s + silu * (V(1) - s))).store(grad + i, n);
   }
-  T parts[V::size()];
-  grad_weight.store(parts);
-  return std::accumulate(parts, parts + V::size(), T(0));
-}
-
-void check(const Tensor& x_TD, const Tensor& choices_TK, const Tensor& gates_TK) {
-  TORCH_CHECK(x_TD.dim() == 2 && choices_TK.dim() == 2 && choices_TK.size(0) == x_TD.size(0) &&
-                  choices_TK.size(1) > 0 && gates_TK.sizes() == choices_TK.sizes(),
-              "mix: tokens, choices and gates have shapes ", x_TD.sizes(), ", ", choices_TK.sizes(), " and ",
-              gates_TK.sizes(), "; they must be [T, D], [T, K] and [T, K]");
+  return sum_of<T>(grad_weight);
 }
 
 // (mixed_TD, gate_RF, up_RF): the sum of every token's gated experts; the projections, for backward.
 template <class T>
-std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& x_TD, const Tensor& choices_TK, const Tensor& gates_TK,
+std::tuple<Tensor, Tensor, Tensor> mix(const Tensor& x_TD, const Tensor& choices_TK, const Tensor& gates_TK,
                                            const Tensor& w1_EFD, const Tensor& w2_EDF, const Tensor& w3_EFD) {
   const int64_t num_experts = w1_EFD.size(0), hidden_width = w1_EFD.size(1), top_k = choices_TK.size(1);
   const Plan plan = make_plan(choices_TK, num_experts);
@@ -201,7 +173,7 @@ std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& x_TD, const Tensor& cho
 
 // The gradients of x, gates, w1, w2, w3.
 template <class T>
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(const Tensor& grad_TD, const Tensor& x_TD,
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> mix_backward(const Tensor& grad_TD, const Tensor& x_TD,
                                                             const Tensor& choices_TK, const Tensor& gates_TK,
                                                             const Tensor& gate_RF, const Tensor& up_RF,
                                                             const Tensor& w1_EFD, const Tensor& w2_EDF,
@@ -244,21 +216,4 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(const Tensor& grad_T
   return {grad_x_TD, grad_gates_TK, grad_w1, grad_w2, grad_w3};
 }
 
-}  // namespace
-
-TORCH_LIBRARY(deepspeed_mode, library) {
-  library.def("mix(Tensor x, Tensor choices, Tensor gates, Tensor w1, Tensor w2, Tensor w3) -> (Tensor, Tensor, Tensor)",
-              [](const Tensor& x, const Tensor& choices, const Tensor& gates, const Tensor& w1, const Tensor& w2,
-                 const Tensor& w3) {
-                check(x, choices, gates);
-                const auto as = x.scalar_type() == at::kDouble ? &forward<double> : &forward<float>;
-                return as(x, choices, gates, w1, w2, w3);
-              });
-  library.def("mix_backward(Tensor grad, Tensor x, Tensor choices, Tensor gates, Tensor gate, Tensor up, Tensor w1, "
-              "Tensor w2, Tensor w3) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-              [](const Tensor& grad, const Tensor& x, const Tensor& choices, const Tensor& gates, const Tensor& gate,
-                 const Tensor& up, const Tensor& w1, const Tensor& w2, const Tensor& w3) {
-                const auto as = x.scalar_type() == at::kDouble ? &backward<double> : &backward<float>;
-                return as(grad, x, choices, gates, gate, up, w1, w2, w3);
-              });
-}
+}  // namespace deepspeed_mode

@@ -1,6 +1,6 @@
-"""Compiles native.cpp for this machine, once, and loads it. Knows nothing of what is in it.
+"""Compiles the kernels for this machine, once, and loads them. Knows nothing of what they compute.
 
-The library is kept in the user's cache folder under a name that says what it was made of: the source, torch's version,
+The library is kept in the user's cache folder under a name that says what it was made of: the sources, torch's version,
 the processor's vector instructions. So it is made anew when any of them changes, and home folders may be shared.
 """
 
@@ -20,42 +20,52 @@ import torch
 from filelock import FileLock
 
 from mode.host import default_cache_dir
-from mode.moe.backends.lack import Lack
 
-SOURCE = Path(__file__).with_name("native.cpp")
+SOURCES = Path(__file__).parent
 VECTORS = {  # what torch computes with here, and how a compiler is told to
     "AVX512": "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx2 -mfma -mf16c",
     "AVX2": "-mavx2 -mfma -mf16c",
 }
-FIX = 'install one (CXX names another than c++), or use "auto"'
+
+
+class Unavailable(Exception):
+    """Why there is no library here, and what would help."""
+
+    def __init__(self, reason: str, fix: str) -> None:
+        self.reason, self.fix = reason, fix
+        super().__init__(f"{reason}; {fix}")
 
 
 @functools.cache
-def load_library() -> None:
-    """Loads it, compiled if it has to be, or raises `Lack`. Any number of processes may call this at once."""
+def why_not() -> Unavailable | None:
+    """None: the kernels are there, as torch.ops.deepspeed_mode. Any number of processes may ask at once."""
     if sys.platform != "linux":
-        raise Lack("native", f"it is for Linux, and this is {sys.platform}", 'use "auto"')
+        return Unavailable(f"it is for Linux, and this is {sys.platform}", 'use "auto"')
     try:
-        library = _compiled()
-        torch.ops.load_library(library)
+        torch.ops.load_library(_compiled())
+    except Unavailable as reason:
+        return reason
     except OSError as error:
-        raise Lack("native", f"it cannot be compiled or loaded ({_one_line(error)})", 'use "auto"') from error
+        return Unavailable(f"it cannot be compiled or loaded ({_one_line(error)})", 'use "auto"')
+    return None
 
 
 def _compiled() -> Path:
     vectors = torch.backends.cpu.get_cpu_capability()
-    made_of = [SOURCE.read_text(), torch.__version__, vectors, os.uname().machine]
+    made_of = [path.read_text() for path in sorted(SOURCES.glob("*.h")) + sorted(SOURCES.glob("*.cpp"))]
+    made_of += [torch.__version__, vectors, os.uname().machine]
     key = hashlib.sha256("\0".join(made_of).encode()).hexdigest()[:24]
     library = default_cache_dir() / "native" / f"{key}.so"
     if library.exists():
         return library
     compiler = shlex.split(os.environ.get("CXX", "")) or ["c++"]
     if shutil.which(compiler[0]) is None:
-        raise Lack("native", f"there is no C++ compiler ({compiler[0]})", FIX)
+        fix = 'install one (CXX names another than c++), or use "auto"'
+        raise Unavailable(f"there is no C++ compiler ({compiler[0]})", fix)
     library.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(library.with_suffix(".lock")):
         if not library.exists():  # else another process has made it in the meantime
-            print("compiling the experts for this processor, once: some 20 s", file=sys.stderr, flush=True)
+            print("compiling for this processor, once: some 20 s", file=sys.stderr, flush=True)
             with tempfile.TemporaryDirectory(dir=library.parent) as folder:
                 made = Path(folder) / "native.so"
                 _compile(compiler, vectors, made)
@@ -73,7 +83,7 @@ def _compile(compiler: list[str], vectors: str, library: Path) -> None:
         *known,
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
         f"-I{torch_folder / 'include'}",
-        str(SOURCE),
+        str(SOURCES / "library.cpp"),
         f"-L{torch_folder / 'lib'}",
         *("-ltorch_cpu", "-lc10"),
         *("-o", str(library)),
@@ -81,7 +91,7 @@ def _compile(compiler: list[str], vectors: str, library: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         said = next((line for line in done.stderr.splitlines() if "error" in line), f"exit code {done.returncode}")
-        raise Lack("native", f"it does not compile here ({_one_line(said)})", 'use another compiler (CXX), or "auto"')
+        raise Unavailable(f"it does not compile here ({_one_line(said)})", 'use another compiler (CXX), or "auto"')
 
 
 def _one_line(problem: object) -> str:

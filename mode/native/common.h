@@ -1,0 +1,38 @@
+// What the kernels share: rows divided among the cores, and sums and sigmoids of vectors.
+
+#pragma once
+
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+#include <ATen/cpu/vec/vec.h>
+
+#include <algorithm>
+#include <numeric>
+
+namespace deepspeed_mode {
+
+using at::Tensor;
+
+constexpr int64_t GRAIN = 64;  // rows from which on a second core is worth waking
+
+template <class Work>
+void for_each_row(int64_t rows, const Work& work) {
+  at::parallel_for(0, rows, GRAIN, [&](int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; r++) work(r);
+  });
+}
+
+template <class T>
+T sum_of(const at::vec::Vectorized<T>& x) {
+  T parts[at::vec::Vectorized<T>::size()];
+  x.store(parts);
+  return std::accumulate(std::begin(parts), std::end(parts), T(0));
+}
+
+template <class T>
+at::vec::Vectorized<T> sigmoid(const at::vec::Vectorized<T>& x) {
+  using V = at::vec::Vectorized<T>;
+  return V(1) / (V(1) + x.neg().exp());
+}
+
+}  // namespace deepspeed_mode

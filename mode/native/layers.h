@@ -1,0 +1,169 @@
+// What lies between the products of a block, each in one pass over its rows: torch takes five or more.
+
+#pragma once
+
+#include <cmath>
+#include <optional>
+#include <tuple>
+#include <vector>
+
+#include "common.h"
+
+namespace deepspeed_mode {
+
+// ---- RMSNorm: weight * x / sqrt(mean(x^2) + eps) ----
+
+// (normed, 1 / sqrt(mean(x^2) + eps) of every row).
+template <class T>
+std::tuple<Tensor, Tensor> rms_norm(const Tensor& x_TD, const Tensor& weight_D, double eps) {
+  using V = at::vec::Vectorized<T>;
+  const int64_t rows = x_TD.size(0), width = x_TD.size(1);
+  Tensor out_TD = at::empty_like(x_TD), scale_T = at::empty({rows}, x_TD.options());
+  const T *all = x_TD.const_data_ptr<T>(), *weight = weight_D.const_data_ptr<T>();
+  T *to = out_TD.mutable_data_ptr<T>(), *scales = scale_T.mutable_data_ptr<T>();
+  for_each_row(rows, [&](int64_t r) {
+    const T* x = all + r * width;
+    V squares(0);
+    for (int64_t i = 0; i < width; i += V::size()) {
+      const V v = V::loadu(x + i, std::min<int64_t>(V::size(), width - i));  // zeros beyond
+      squares = at::vec::fmadd(v, v, squares);
+    }
+    scales[r] = T(1) / std::sqrt(sum_of<T>(squares) / T(width) + T(eps));
+    for (int64_t i = 0; i < width; i += V::size()) {
+      const int64_t n = std::min<int64_t>(V::size(), width - i);
+      (V::loadu(x + i, n) * V(scales[r]) * V::loadu(weight + i, n)).store(to + r * width + i, n);
+    }
+  });
+  return {out_TD, scale_T};
+}
+
+// The gradients of x and weight. The latter is summed in pieces of as many rows whatever the number of cores.
+template <class T>
+std::tuple<Tensor, Tensor> rms_norm_backward(const Tensor& grad_TD, const Tensor& x_TD, const Tensor& weight_D,
+                                             const Tensor& scale_T) {
+  using V = at::vec::Vectorized<T>;
+  constexpr int64_t PIECE = 256;
+  const int64_t rows = x_TD.size(0), width = x_TD.size(1), pieces = (rows + PIECE - 1) / PIECE;
+  Tensor grad_x_TD = at::empty_like(x_TD), grad_weight_PD = at::zeros({pieces, width}, x_TD.options());
+  const T *grads = grad_TD.const_data_ptr<T>(), *all = x_TD.const_data_ptr<T>();
+  const T *weight = weight_D.const_data_ptr<T>(), *scales = scale_T.const_data_ptr<T>();
+  T *to = grad_x_TD.mutable_data_ptr<T>(), *grad_weights = grad_weight_PD.mutable_data_ptr<T>();
+  auto one_row = [&](int64_t r, T* grad_weight) {
+    const T *grad = grads + r * width, *x = all + r * width;
+    const V scale(scales[r]);
+    V products(0);
+    for (int64_t i = 0; i < width; i += V::size()) {
+      const int64_t n = std::min<int64_t>(V::size(), width - i);
+      const V g = V::loadu(grad + i, n), normed = V::loadu(x + i, n) * scale;
+      products = at::vec::fmadd(g * V::loadu(weight + i, n), normed, products);
+      at::vec::fmadd(g, normed, V::loadu(grad_weight + i, n)).store(grad_weight + i, n);
+    }
+    const V mean(sum_of<T>(products) / T(width));
+    for (int64_t i = 0; i < width; i += V::size()) {
+      const int64_t n = std::min<int64_t>(V::size(), width - i);
+      const V normed = V::loadu(x + i, n) * scale, weighted = V::loadu(grad + i, n) * V::loadu(weight + i, n);
+      ((weighted - normed * mean) * scale).store(to + r * width + i, n);
+    }
+  };
+  at::parallel_for(0, pieces, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t p = begin; p < end; p++)
+      for (int64_t r = p * PIECE; r < std::min(rows, (p + 1) * PIECE); r++) one_row(r, grad_weights + p * width);
+  });
+  return {grad_x_TD, grad_weight_PD.sum(0)};
+}
+
+// ---- Rotary positions ----
+
+// Turns each pair (i, i + H / 2) of a head by its token's angle, or back. The heads of a token lie side by side; from
+// one token to the next there may be a gap.
+template <class T>
+Tensor rotate(const Tensor& x_BSNH, const Tensor& cos_BSH, const Tensor& sin_BSH, bool back) {
+  using V = at::vec::Vectorized<T>;
+  const int64_t slots = x_BSNH.size(1), heads = x_BSNH.size(2), half = x_BSNH.size(3) / 2;
+  Tensor out_BSNH = at::empty(x_BSNH.sizes(), x_BSNH.options());
+  const T *from = x_BSNH.const_data_ptr<T>(), *all_cos = cos_BSH.const_data_ptr<T>(),
+          *all_sin = sin_BSH.const_data_ptr<T>();
+  T* to = out_BSNH.mutable_data_ptr<T>();
+  const V sign(back ? -1 : 1);
+  for_each_row(x_BSNH.size(0) * slots, [&](int64_t t) {
+    const int64_t b = t / slots, s = t % slots;
+    const T* token = from + b * x_BSNH.stride(0) + s * x_BSNH.stride(1);
+    const T* cos = all_cos + b * cos_BSH.stride(0) + s * cos_BSH.stride(1);
+    const T* sin = all_sin + b * sin_BSH.stride(0) + s * sin_BSH.stride(1);
+    for (int64_t h = 0; h < heads; h++) {
+      const T* x = token + h * 2 * half;
+      T* out = to + (t * heads + h) * 2 * half;
+      for (int64_t i = 0; i < half; i += V::size()) {
+        const int64_t n = std::min<int64_t>(V::size(), half - i);
+        const V first = V::loadu(x + i, n), second = V::loadu(x + half + i, n);
+        const V cosine = V::loadu(cos + i, n), sine = V::loadu(sin + i, n) * sign;
+        (first * cosine - second * sine).store(out + i, n);
+        (second * cosine + first * sine).store(out + half + i, n);
+      }
+    }
+  });
+  return out_BSNH;
+}
+
+// ---- The choices of a router ----
+
+// (scores_TJ, choices_TK, gates_TK): the softmax of the logits; the K columns with the largest `ranked`, best first, of
+// equals the lower one; the scores of those.
+template <class T>
+std::tuple<Tensor, Tensor, Tensor> choose(const Tensor& logits_TJ, const Tensor& ranked_TJ, int64_t top_k) {
+  using V = at::vec::Vectorized<T>;
+  const int64_t tokens = logits_TJ.size(0), columns = logits_TJ.size(1);
+  Tensor scores_TJ = at::empty_like(logits_TJ), gates_TK = at::empty({tokens, top_k}, logits_TJ.options());
+  Tensor choices_TK = at::empty({tokens, top_k}, logits_TJ.options().dtype(at::kLong));
+  const T *all_logits = logits_TJ.const_data_ptr<T>(), *all_ranked = ranked_TJ.const_data_ptr<T>();
+  T *all_scores = scores_TJ.mutable_data_ptr<T>(), *gates = gates_TK.mutable_data_ptr<T>();
+  int64_t* choices = choices_TK.mutable_data_ptr<int64_t>();
+  for_each_row(tokens, [&](int64_t t) {
+    const T *logits = all_logits + t * columns, *ranked = all_ranked + t * columns;
+    T* scores = all_scores + t * columns;
+    const V largest(*std::max_element(logits, logits + columns));
+    for (int64_t j = 0; j < columns; j += V::size()) {
+      const int64_t n = std::min<int64_t>(V::size(), columns - j);
+      (V::loadu(logits + j, n) - largest).exp().store(scores + j, n);
+    }
+    const T share = T(1) / std::accumulate(scores, scores + columns, T(0));
+    for (int64_t j = 0; j < columns; j++) scores[j] *= share;
+    int64_t* chosen = choices + t * top_k;
+    for (int64_t k = 0; k < top_k; k++) {
+      int64_t best = -1;
+      for (int64_t j = 0; j < columns; j++) {
+        const bool is_new = k == 0 || std::find(chosen, chosen + k, j) == chosen + k;
+        best = is_new && (best < 0 || ranked[j] > ranked[best]) ? j : best;  // no branch: it could not be foreseen
+      }
+      chosen[k] = best;
+      gates[t * top_k + k] = scores[best];
+    }
+  });
+  return {scores_TJ, choices_TK, gates_TK};
+}
+
+// The gradient of the logits. That of the scores is often none at all.
+template <class T>
+Tensor choose_backward(const Tensor& grad_gates_TK, const Tensor& scores_TJ, const Tensor& choices_TK,
+                       const std::optional<Tensor>& grad_scores_TJ) {
+  const int64_t tokens = scores_TJ.size(0), columns = scores_TJ.size(1), top_k = choices_TK.size(1);
+  Tensor grad_logits_TJ = at::empty_like(scores_TJ);
+  const T* all_grads = grad_scores_TJ.has_value() ? grad_scores_TJ->const_data_ptr<T>() : nullptr;
+  const T *grad_gates = grad_gates_TK.const_data_ptr<T>(), *all_scores = scores_TJ.const_data_ptr<T>();
+  const int64_t* choices = choices_TK.const_data_ptr<int64_t>();
+  T* to = grad_logits_TJ.mutable_data_ptr<T>();
+  for_each_row(tokens, [&](int64_t t) {
+    const T* scores = all_scores + t * columns;
+    T *out = to + t * columns, mean = 0;
+    if (all_grads == nullptr)
+      std::fill(out, out + columns, T(0));
+    else
+      std::copy(all_grads + t * columns, all_grads + (t + 1) * columns, out);
+    for (int64_t a = t * top_k; a < (t + 1) * top_k; a++) out[choices[a]] += grad_gates[a];
+    for (int64_t j = 0; j < columns; j++) mean += out[j] * scores[j];
+    for (int64_t j = 0; j < columns; j++) out[j] = (out[j] - mean) * scores[j];
+  });
+  return grad_logits_TJ;
+}
+
+}  // namespace deepspeed_mode

@@ -1,0 +1,121 @@
+"""What lies between the products, in compiled code, against the same in torch: outputs and every gradient."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from mode.layers import RMSNorm
+from mode.model.rope import rope_tables, rotate
+from mode.moe.router import choose
+from mode.native import functions as native
+
+DTYPES = {torch.float32: 1e-5, torch.float64: 1e-12}
+
+
+@pytest.fixture(autouse=True, params=[1, 2], ids=["one core", "two cores"])
+def cores(request):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+def random(*shape, dtype=torch.float64, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def in_torch(function):
+    """The twin: what counts operations must see them."""
+
+    def compute(*given):
+        with FlopCounterMode(display=False):
+            return function(*given)
+
+    return compute
+
+
+def assert_same(function, leaves, tolerance):
+    """Outputs, and the gradients of `leaves` for random gradients of the outputs."""
+    found = []
+    for compute in (function, in_torch(function)):
+        outputs = compute(*leaves)
+        differentiable = [each for each in outputs if each.requires_grad]
+        grads = [random(*each.shape, dtype=each.dtype, seed=9) for each in differentiable]
+        found.append([*outputs, *torch.autograd.grad(differentiable, leaves, grads)])
+    for ours, expected in zip(*found, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("shape", [(3, 5, 24), (700, 33), (1, 1, 7), (0, 16), (2, 0, 16), (1, 1)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rms_norm(dtype, shape):
+    norm = RMSNorm(shape[-1], eps=1e-5).to(dtype)
+    norm.weight.data.copy_(random(shape[-1], seed=1))
+    x_XD = random(*shape, dtype=dtype).requires_grad_()
+    assert native.takes(x_XD, norm.weight)
+    assert_same(lambda x, weight: (norm(x),), [x_XD, norm.weight], DTYPES[dtype] * 10)
+    torch.testing.assert_close(norm(x_XD), nn.RMSNorm.forward(norm, x_XD))
+
+
+def test_rms_norm_of_a_part_of_wider_rows_and_of_zeros():
+    norm = RMSNorm(8, eps=1e-5).double()
+    wide = random(6, 20).requires_grad_()
+    assert_same(lambda x, weight: (norm(x[:, 4:12]),), [wide, norm.weight], 1e-11)
+    zeros = torch.zeros(2, 8, dtype=torch.float64, requires_grad=True)
+    assert_same(lambda x, weight: (norm(x),), [zeros, norm.weight], 1e-11)
+
+
+@pytest.mark.parametrize("head_width", [2, 16, 34])
+@pytest.mark.parametrize("rows_share_tables", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rotary_positions(dtype, rows_share_tables, head_width):
+    positions = torch.arange(70).unsqueeze(0) if rows_share_tables else torch.arange(140).view(2, 70)
+    cos, sin = (t.expand(2, -1, -1) for t in rope_tables(positions, head_width, 1e4, dtype))
+    heads = random(2, 70, 5, head_width, dtype=dtype).requires_grad_()
+    assert native.takes(heads, cos, sin)
+    assert_same(lambda x: (rotate(x[:, :, :3], cos, sin),), [heads], DTYPES[dtype])  # a part of wider tokens
+    assert_same(lambda x: (rotate(x.transpose(1, 2).contiguous().transpose(1, 2), cos, sin),), [heads], DTYPES[dtype])
+
+
+@pytest.mark.parametrize(("columns", "top_k"), [(1, 1), (3, 1), (3, 3), (9, 1), (9, 2), (16, 3), (40, 1), (40, 2)])
+@pytest.mark.parametrize("tokens", [0, 1, 130])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_choices_of_a_router(dtype, tokens, columns, top_k):
+    logits_TJ = random(tokens, columns, dtype=dtype).requires_grad_()
+    ranked_TJ = logits_TJ.detach() + random(columns, dtype=dtype, seed=3)
+    assert native.takes(logits_TJ, ranked_TJ)
+    assert_same(lambda logits: choose(logits, ranked_TJ, top_k), [logits_TJ], DTYPES[dtype])
+
+
+@pytest.mark.parametrize("part", [0, 2], ids=["scores", "gates"])
+def test_a_gradient_of_the_scores_or_of_the_gates_alone(part):
+    logits_TJ = random(20, 9).requires_grad_()
+    assert_same(lambda logits: (choose(logits, logits.detach(), 2)[part],), [logits_TJ], 1e-12)
+
+
+def test_of_equal_columns_the_lower_is_chosen_first_and_infinite_ones_never_before_others():
+    infinite = float("inf")
+    ranked_TJ = torch.tensor([[1.0, 2, 2, 1], [0, 0, 0, 0], [-infinite, 3, -infinite, infinite]])
+    _, choices_TK, _ = choose(torch.zeros(3, 4), ranked_TJ, 3)
+    assert choices_TK.tolist() == [[1, 2, 0], [0, 1, 2], [3, 1, 0]]
+
+
+def test_a_logit_that_is_no_number_makes_all_scores_of_its_token_none():
+    logits_TJ = torch.tensor([[1.0, float("nan"), 0.0], [1.0, 0.0, 0.0]])
+    scores_TJ, choices_TK, _ = choose(logits_TJ, logits_TJ, 2)
+    assert scores_TJ[0].isnan().all() and not scores_TJ[1].isnan().any()
+    assert ((choices_TK >= 0) & (choices_TK < 3)).all()
+
+
+def test_what_it_does_not_take():
+    x = torch.ones(2, 4)
+    assert native.takes(x, x)
+    assert not native.takes(x.bfloat16()) and not native.takes(x, x.double()) and not native.takes(x.to("meta"))
+    with FlopCounterMode(display=False):
+        assert not native.takes(x)
+    seen = []
+    torch.compile(lambda x: (seen.append(native.takes(x)), x + 1)[1], backend="eager")(x)
+    assert seen == [False]
