@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -20,6 +23,9 @@ MODEL: dict[str, Any] = {
     "ffn_width": 24,
     "sequence_length": 16,
 }
+HAS_COMPILER = shutil.which(os.environ.get("CXX", "c++")) is not None
+needs_kernels = pytest.mark.skipif(not HAS_COMPILER, reason="the kernels of CPUs need a C++ compiler")
+
 EXPERTS: dict[str, Any] = {"num_experts": 4, "top_k": 2, "width": 24, "backend": "loop"}
 NO_OPS: dict[str, Any] = {"num_no_ops": 1, "no_op_fraction": 0.25}
 DEPTH: dict[str, Any] = {"capacity_fraction": 0.25, "every": 2}

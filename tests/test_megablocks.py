@@ -27,7 +27,7 @@ from mode.native.library import Unavailable
 from mode.section import ConfigError
 from mode.training import engine
 from tests import launch, megablocks_cases
-from tests.helpers import make_config, spread_weights
+from tests.helpers import make_config, needs_kernels, spread_weights
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 PACKAGES = ("megablocks", "grouped_gemm")
@@ -128,8 +128,8 @@ def lack_a_compiler():
 @pytest.mark.parametrize(
     ("dtype", "compiles", "name"),
     [
-        (torch.float32, True, "native"),
-        (torch.float64, True, "native"),
+        pytest.param(torch.float32, True, "native", marks=needs_kernels),
+        pytest.param(torch.float64, True, "native", marks=needs_kernels),
         (torch.bfloat16, True, "grouped_mm"),
         (torch.float32, False, "grouped_mm"),
         (torch.float64, False, "loop"),

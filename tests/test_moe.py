@@ -14,13 +14,14 @@ from mode.moe.dispatch import Rows, gather_rows, inverse, sum_rows
 from mode.moe.layer import MoELayer
 from mode.moe.router import largest_columns, within_capacity
 from tests import reference
-from tests.helpers import assert_same_with_gradients, make_config, spread_weights
+from tests.helpers import assert_same_with_gradients, make_config, needs_kernels, spread_weights
 
 BACKENDS = {  # grouped_mm knows no float64
     "loop": (torch.float64, 1e-10),
     "native": (torch.float64, 1e-10),
     "grouped_mm": (torch.float32, 2e-5),
 }
+EACH_BACKEND = [pytest.param(name, marks=needs_kernels if name == "native" else ()) for name in BACKENDS]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -52,7 +53,7 @@ def assert_matches_reference(config, layer, x_TD, tolerance):
 @pytest.mark.parametrize("num_tokens", [0, 1, 13])
 @pytest.mark.parametrize("top_k", [1, 2, 4])
 @pytest.mark.parametrize("no_ops", [0, 1, 3])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", EACH_BACKEND)
 def test_layer_equals_nested_loops_in_outputs_and_every_gradient(backend, no_ops, top_k, num_tokens):
     dtype, tolerance = BACKENDS[backend]
     share = {0: 0.0, 1: 0.2, 3: 0.5}[no_ops]
@@ -61,7 +62,7 @@ def test_layer_equals_nested_loops_in_outputs_and_every_gradient(backend, no_ops
     assert routing.num_processed() + routing.num_no_op() == num_tokens * top_k
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", EACH_BACKEND)
 @pytest.mark.parametrize(
     "change",
     [
@@ -84,7 +85,7 @@ def test_every_option_equals_nested_loops(backend, change):
     assert_matches_reference(config, layer, tokens(13, dtype), tolerance)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", EACH_BACKEND)
 def test_all_no_op_gives_exactly_zero_and_zero_gradients(backend):
     dtype, tolerance = BACKENDS[backend]
     config = make_config(
@@ -100,7 +101,7 @@ def test_all_no_op_gives_exactly_zero_and_zero_gradients(backend):
     assert all(not parameter.grad.any() for parameter in layer.experts.parameters())
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", EACH_BACKEND)
 def test_an_expert_with_no_token_gets_a_zero_gradient_and_the_others_the_right_one(backend):
     dtype, tolerance = BACKENDS[backend]
     config = make_config(experts={"backend": backend, "balance_bias": {}})
@@ -112,7 +113,7 @@ def test_an_expert_with_no_token_gets_a_zero_gradient_and_the_others_the_right_o
     assert not layer.experts.w1.grad[2].any() and layer.experts.w1.grad[1].any()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", EACH_BACKEND)
 def test_one_expert_and_no_no_ops_equals_the_dense_feed_forward(backend):
     dtype, tolerance = BACKENDS[backend]
     config = make_config(experts={"backend": backend, "num_experts": 1, "top_k": 1})

@@ -20,8 +20,9 @@ from mode.moe.dispatch import LocalDispatcher
 from mode.moe.layer import MoELayer
 from mode.section import ConfigError
 from tests import launch
-from tests.helpers import make_config, spread_weights
+from tests.helpers import make_config, needs_kernels, spread_weights
 
+pytestmark = needs_kernels
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 TOLERANCE = {torch.float32: 2e-5, torch.float64: 1e-11}
 

@@ -11,7 +11,9 @@ from mode.layers import RMSNorm
 from mode.model.rope import rope_tables, rotate
 from mode.moe.router import choose
 from mode.native import functions as native
+from tests.helpers import needs_kernels
 
+pytestmark = needs_kernels
 DTYPES = {torch.float32: 1e-5, torch.float64: 1e-12}
 
 

@@ -19,14 +19,11 @@ def takes(*tensors: Tensor) -> bool:
 
     Not where a mode counts operations or a compiler traces them: they would not see those in here.
     """
+    if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
+        return False
     dtype = tensors[0].dtype
-    return (
-        all(tensor.device.type == "cpu" and tensor.dtype == dtype for tensor in tensors)
-        and dtype in DTYPES
-        and not is_in_torch_dispatch_mode()
-        and not torch.compiler.is_compiling()
-        and why_not() is None
-    )
+    fit = all(tensor.device.type == "cpu" and tensor.dtype == dtype for tensor in tensors)
+    return fit and dtype in DTYPES and why_not() is None
 
 
 def mix(x_TD: Tensor, choices_TK: Tensor, gates_TK: Tensor, w1_EFD: Tensor, w2_EDF: Tensor, w3_EFD: Tensor) -> Tensor:

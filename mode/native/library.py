@@ -45,7 +45,7 @@ def why_not() -> Unavailable | None:
         torch.ops.load_library(_compiled())
     except Unavailable as reason:
         return reason
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # no place to keep it, no permission, a library that does not fit
         return Unavailable(f"it cannot be compiled or loaded ({_one_line(error)})", 'use "auto"')
     return None
 

@@ -1,6 +1,7 @@
 """Where the time of a training step goes, by kind of work, for MoE and MoDE models. `--plot` draws it.
 
-The profiler sees one thread, so the experts are computed by `grouped_mm` unless `--backend` names another.
+The experts are computed by `grouped_mm` unless `--backend` names another: of `native` ones, which are computed side by
+side, the profiler adds up the times of all threads.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "moving rows": ("index", "gather", "scatter", "embedding", "sort", "aten::cat", "aten::copy_", "aten::bincount"),
     "elementwise": (
         *("aten::mul", "aten::add", "aten::div", "aten::sub", "aten::silu", "aten::pow", "aten::rsqrt", "aten::mean"),
-        *("aten::sum", "aten::fill_", "aten::zero_", "softmax", "aten::neg", "aten::exp"),
+        *("aten::sum", "aten::fill_", "aten::zero_", "softmax", "aten::neg", "aten::exp", "deepspeed_mode::"),
     ),
 }
 COLOURS = ("#0072B2", "#56B4E9", "#CC79A7", "#E69F00", "#009E73", "#999999")  # told apart without seeing colour well
