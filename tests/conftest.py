@@ -9,8 +9,7 @@ import pytest
 # process with "illegal instruction". Must be set before torch is imported, and reaches child processes.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
-# The tests' tensors are tiny: a second thread only waits, and a great deal when the machine is busy. What `auto` stands
-# for on a CPU depends on it, too.
+# The tests' tensors are tiny: a second thread only waits, and a great deal when the machine is busy.
 os.environ["OMP_NUM_THREADS"] = "1"
 
 # A shared machine stalls now and then: a deadline per example would fail tests for no fault of theirs.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 from typing import Any
 
@@ -23,7 +24,7 @@ MODEL: dict[str, Any] = {
     "ffn_width": 24,
     "sequence_length": 16,
 }
-HAS_COMPILER = shutil.which(os.environ.get("CXX", "c++")) is not None
+HAS_COMPILER = shutil.which((shlex.split(os.environ.get("CXX", "")) or ["c++"])[0]) is not None
 needs_kernels = pytest.mark.skipif(not HAS_COMPILER, reason="the kernels of CPUs need a C++ compiler")
 
 EXPERTS: dict[str, Any] = {"num_experts": 4, "top_k": 2, "width": 24, "backend": "loop"}

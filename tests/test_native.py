@@ -165,10 +165,22 @@ def test_what_counts_operations_sees_all_of_them(backend):
 
 def test_shapes_that_do_not_fit_are_refused():
     x_TD, *weights = inputs(6, 2, 16, 24, torch.float32)
-    with pytest.raises(RuntimeError, match=r"\[6, 16\], \[5, 1\] and \[5, 1\]; they must be"):
-        mix_tokens(x_TD, torch.zeros(5, 1, dtype=torch.int64), torch.ones(5, 1), *weights)
-    with pytest.raises(RuntimeError, match=r"\[6, 16\], \[6, 2\] and \[6, 1\]; they must be"):
-        mix_tokens(x_TD, torch.zeros(6, 2, dtype=torch.int64), torch.ones(6, 1), *weights)
+    one, two = torch.zeros(6, 1, dtype=torch.int64), torch.zeros(6, 2, dtype=torch.int64)
+    for choices_TK, gates_TK, given in (
+        (one[:5], torch.ones(5, 1), weights),
+        (two, torch.ones(6, 1), weights),
+        (one, torch.ones(6, 1), [weights[0], weights[1][:, :8], weights[2]]),
+        (one, torch.ones(6, 1), [weights[0], weights[1], weights[2][:1]]),
+    ):
+        with pytest.raises(RuntimeError, match=r"mix: shapes must be tokens \[T, D\], choices and gates"):
+            mix_tokens(x_TD, choices_TK, gates_TK, *given)
+
+
+@pytest.mark.parametrize("backend", ["native", "auto"])
+def test_what_traces_operations_gets_those_of_torch(backend):
+    layer, x_TD = make_layer(backend=backend), torch.randn(20, 16)
+    traced = torch.compile(layer, backend="eager")(x_TD)[0]
+    torch.testing.assert_close(traced, layer(x_TD)[0])
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -180,7 +192,7 @@ def test_auto_takes_it_on_a_cpu_for_what_it_computes():
     assert choose_backend("auto", CPU, torch.float64, (10, 30))[0] == "native"  # any width
     assert choose_backend("auto", CPU, torch.bfloat16, (16, 24)) == (
         "grouped_mm",
-        "it computes in float32 and float64 only and this model is bfloat16",
+        "native experts are in float32 or float64 and this model is bfloat16",
     )
     assert choose_backend("auto", GPU, torch.float32, (16, 24))[0] == "grouped_mm"
 
@@ -195,9 +207,11 @@ def test_an_auto_layer_sorts_its_tokens_only_where_it_must(dtype, monkeypatch):
 
 
 def test_it_is_refused_for_other_devices_and_precisions():
-    with pytest.raises(ConfigError, match='"native"; it is for CPUs, and this is a cuda device; use "auto"'):
+    with pytest.raises(
+        ConfigError, match='"native"; native experts are for CPUs, and this is a cuda device; use "auto"'
+    ):
         choose_backend("native", GPU, torch.float32, (16, 24))
-    with pytest.raises(ConfigError, match='"native"; it computes in float32 and float64 only and this model is'):
+    with pytest.raises(ConfigError, match='"native"; native experts are in float32 or float64 and this model is'):
         choose_backend("native", CPU, torch.bfloat16, (16, 24))
     layer = make_layer(backend="native").bfloat16()
     with pytest.raises(ConfigError, match="this model is bfloat16"):
@@ -264,7 +278,7 @@ def test_it_is_compiled_once_for_all_processes_and_then_kept(tmp_path):
     later = ask(tmp_path / "both", CXX="no-such-compiler").communicate(timeout=300)
     for out, _ in [*together, later]:
         assert out.splitlines() == ["native: compiled for this CPU", "native: as configured"]
-    assert sum("compiling for this" in errors for _, errors in together) == 1
+    assert sum("compiling kernels" in errors for _, errors in together) == 1
     assert "compiling" not in later[1]
     assert len(list((tmp_path / "both/mode/native").glob("*.so"))) == 1
 
@@ -280,7 +294,7 @@ def test_a_compiler_that_fails_is_quoted_and_leaves_nothing_behind(tmp_path):
     compiler.write_text("#!/bin/sh\necho warning >&2\necho 'native.cpp:1:1: fatal error: no such thing' >&2\nexit 1\n")
     compiler.chmod(0o755)
     auto, named = ask(tmp_path, CXX=str(compiler)).communicate(timeout=300)[0].splitlines()
-    reason = "it does not compile here (native.cpp:1:1: fatal error: no such thing)"
+    reason = "the kernels of CPUs do not compile here (native.cpp:1:1: fatal error: no such thing)"
     assert auto == f"grouped_mm: {reason}" and f'is "native"; {reason}' in named
     assert not list(tmp_path.rglob("*.so"))
 
@@ -288,5 +302,5 @@ def test_a_compiler_that_fails_is_quoted_and_leaves_nothing_behind(tmp_path):
 def test_a_cache_folder_that_cannot_be_written_is_no_reason_to_stop(tmp_path):
     (tmp_path / "mode").write_text("a file where the folder should be")
     auto, named = ask(tmp_path).communicate(timeout=300)[0].splitlines()
-    assert auto.startswith("grouped_mm: it cannot be compiled or loaded (") and "mode/native" in auto
-    assert named.startswith('experts.backend: is "native"; it cannot be compiled or loaded')
+    assert auto.startswith("grouped_mm: the kernels of CPUs cannot be compiled or loaded (") and "mode/native" in auto
+    assert named.startswith('experts.backend: is "native"; the kernels of CPUs cannot be compiled or loaded')

@@ -112,12 +112,21 @@ def test_a_logit_that_is_no_number_makes_all_scores_of_its_token_none():
     assert ((choices_TK >= 0) & (choices_TK < 3)).all()
 
 
-def test_what_it_does_not_take():
+def test_what_they_do_not_take():
     x = torch.ones(2, 4)
     assert native.takes(x, x)
     assert not native.takes(x.bfloat16()) and not native.takes(x, x.double()) and not native.takes(x.to("meta"))
     with FlopCounterMode(display=False):
         assert not native.takes(x)
+    with pytest.raises(RuntimeError, match=r"rms_norm: shapes must be \[T, D\] and \[D\]"):
+        RMSNorm(3, eps=1e-5)(x)
+    with pytest.raises(RuntimeError, match="rotate: shapes must be"):
+        native.rotate(torch.ones(2, 3, 1, 4), torch.ones(1, 3, 2), torch.ones(1, 3, 2))
+    with pytest.raises(RuntimeError, match="choose: shapes must be"):
+        native.choose(x, x, 5)
+    norm = RMSNorm(4, eps=1e-5)
+    gradient = torch.func.grad(lambda weight: torch.func.functional_call(norm, {"weight": weight}, x).sum())
+    torch.testing.assert_close(gradient(norm.weight.detach()), torch.full((4,), 2 / (1 + 1e-5) ** 0.5))
     seen = []
     torch.compile(lambda x: (seen.append(native.takes(x)), x + 1)[1], backend="eager")(x)
     assert seen == [False]

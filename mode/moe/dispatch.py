@@ -1,8 +1,8 @@
 """Bringing tokens to experts and their outputs back, on one rank.
 
-Two methods joined by a record. No-op and dropped choices are left out before anything is sorted or
-copied; nothing is padded. Both directions are gathers, forward and backward: a token's rows are known, so
-nothing is ever scattered. Knows neither how choices were made nor what an expert computes.
+`mix` is two methods joined by a record, with the experts between them. No-op and dropped choices are left out before
+anything is sorted or copied; nothing is padded. Both directions are gathers, forward and backward: a token's rows are
+known, so nothing is ever scattered. Knows neither how choices were made nor what an expert computes.
 """
 
 from __future__ import annotations

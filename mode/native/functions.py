@@ -1,4 +1,7 @@
-"""The kernels as differentiable functions. Each has a twin in torch, where it is used, for what it does not take."""
+"""The kernels as differentiable functions. Each has a twin in torch, where it is used, for what it does not take.
+
+They can be differentiated once.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +17,18 @@ from mode.native.library import why_not
 DTYPES = (torch.float32, torch.float64)
 
 
-def takes(*tensors: Tensor) -> bool:
-    """Whether the kernels can compute with these tensors, here and now.
+def watched() -> bool:
+    """Whether somebody counts, traces or transforms operations, who would not see those of the kernels."""
+    return (
+        torch.compiler.is_compiling()
+        or is_in_torch_dispatch_mode()
+        or torch._C._are_functorch_transforms_active()  # of torch.func
+    )
 
-    Not where a mode counts operations or a compiler traces them: they would not see those in here.
-    """
-    if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
+
+def takes(*tensors: Tensor) -> bool:
+    """Whether the kernels can compute with these tensors, here and now."""
+    if watched():
         return False
     dtype = tensors[0].dtype
     fit = all(tensor.device.type == "cpu" and tensor.dtype == dtype for tensor in tensors)

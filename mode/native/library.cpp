@@ -12,15 +12,20 @@ using namespace deepspeed_mode;
 #define BY_TYPE(f, first, ...)                                                                      \
   ((first).scalar_type() == at::kDouble ? f<double>((first), __VA_ARGS__) : f<float>((first), __VA_ARGS__))
 
+// What a kernel would read beyond its end, if it were not so.
+void check(bool fits, const char* name, const char* wanted) { TORCH_CHECK(fits, name, ": shapes must be ", wanted); }
+
+bool is(const Tensor& x, at::IntArrayRef sizes) { return x.sizes() == sizes; }
+
 TORCH_LIBRARY(deepspeed_mode, library) {
   library.def(
       "mix(Tensor x, Tensor choices, Tensor gates, Tensor w1, Tensor w2, Tensor w3) -> (Tensor, Tensor, Tensor)",
       [](const Tensor& x, const Tensor& choices, const Tensor& gates, const Tensor& w1, const Tensor& w2,
          const Tensor& w3) {
-        TORCH_CHECK(x.dim() == 2 && choices.dim() == 2 && choices.size(0) == x.size(0) && choices.size(1) > 0 &&
-                        gates.sizes() == choices.sizes(),
-                    "mix: tokens, choices and gates have shapes ", x.sizes(), ", ", choices.sizes(), " and ",
-                    gates.sizes(), "; they must be [T, D], [T, K] and [T, K]");
+        check(x.dim() == 2 && choices.dim() == 2 && choices.size(0) == x.size(0) && choices.size(1) > 0 &&
+                  is(gates, choices.sizes()) && w1.dim() == 3 && w1.size(2) == x.size(1) && is(w3, w1.sizes()) &&
+                  is(w2, {w1.size(0), w1.size(2), w1.size(1)}),
+              "mix", "tokens [T, D], choices and gates [T, K], weights [E, F, D], [E, D, F] and [E, F, D]");
         return BY_TYPE(mix, x, choices, gates, w1, w2, w3);
       });
   library.def(
@@ -31,17 +36,25 @@ TORCH_LIBRARY(deepspeed_mode, library) {
         return BY_TYPE(mix_backward, grad, x, choices, gates, gate, up, w1, w2, w3);
       });
   library.def("rms_norm(Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)",
-              [](const Tensor& x, const Tensor& weight, double eps) { return BY_TYPE(rms_norm, x, weight, eps); });
+              [](const Tensor& x, const Tensor& weight, double eps) {
+                check(x.dim() == 2 && is(weight, {x.size(1)}) && weight.is_contiguous(), "rms_norm", "[T, D] and [D]");
+                return BY_TYPE(rms_norm, x, weight, eps);
+              });
   library.def("rms_norm_backward(Tensor grad, Tensor x, Tensor weight, Tensor scale) -> (Tensor, Tensor)",
               [](const Tensor& grad, const Tensor& x, const Tensor& weight, const Tensor& scale) {
                 return BY_TYPE(rms_norm_backward, grad, x, weight, scale);
               });
   library.def("rotate(Tensor x, Tensor cos, Tensor sin, bool back) -> Tensor",
               [](const Tensor& x, const Tensor& cos, const Tensor& sin, bool back) {
+                check(x.dim() == 4 && x.size(3) % 2 == 0 && is(cos, {x.size(0), x.size(1), x.size(3) / 2}) &&
+                          is(sin, cos.sizes()) && cos.stride(2) == 1 && sin.stride(2) == 1,
+                      "rotate", "[B, S, N, H], and [B, S, H / 2] for cosines and sines");
                 return BY_TYPE(rotate, x, cos, sin, back);
               });
   library.def("choose(Tensor logits, Tensor ranked, int top_k) -> (Tensor, Tensor, Tensor)",
               [](const Tensor& logits, const Tensor& ranked, int64_t top_k) {
+                check(logits.dim() == 2 && is(ranked, logits.sizes()) && 0 < top_k && top_k <= logits.size(1), "choose",
+                      "[T, J] for both, with as many columns as choices");
                 return BY_TYPE(choose, logits, ranked, top_k);
               });
   library.def("choose_backward(Tensor grad_gates, Tensor scores, Tensor choices, Tensor? grad_scores) -> Tensor",

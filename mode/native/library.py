@@ -1,7 +1,8 @@
 """Compiles the kernels for this machine, once, and loads them. Knows nothing of what they compute.
 
-The library is kept in the user's cache folder under a name that says what it was made of: the sources, torch's version,
-the processor's vector instructions. So it is made anew when any of them changes, and home folders may be shared.
+The library is kept in the user's cache folder under a name that says what it was made of: the sources, the flags,
+torch's version, the processor's vector instructions. So it is made anew when any of them changes, and home folders may
+be shared.
 """
 
 from __future__ import annotations
@@ -40,19 +41,24 @@ class Unavailable(Exception):
 def why_not() -> Unavailable | None:
     """None: the kernels are there, as torch.ops.deepspeed_mode. Any number of processes may ask at once."""
     if sys.platform != "linux":
-        return Unavailable(f"it is for Linux, and this is {sys.platform}", 'use "auto"')
+        return Unavailable(f"the kernels of CPUs are for Linux, and this is {sys.platform}", 'use "auto"')
     try:
         torch.ops.load_library(_compiled())
     except Unavailable as reason:
         return reason
-    except (OSError, RuntimeError) as error:  # no place to keep it, no permission, a library that does not fit
-        return Unavailable(f"it cannot be compiled or loaded ({_one_line(error)})", 'use "auto"')
+    except (
+        OSError,
+        RuntimeError,
+        ValueError,
+    ) as error:  # no place for it, no permission, another torch's
+        return Unavailable(f"the kernels of CPUs cannot be compiled or loaded ({_one_line(error)})", 'use "auto"')
     return None
 
 
 def _compiled() -> Path:
     vectors = torch.backends.cpu.get_cpu_capability()
-    made_of = [path.read_text() for path in sorted(SOURCES.glob("*.h")) + sorted(SOURCES.glob("*.cpp"))]
+    sources = [*sorted(SOURCES.glob("*.h")), *sorted(SOURCES.glob("*.cpp")), Path(__file__)]  # it has the flags
+    made_of = [path.read_text() for path in sources]
     made_of += [torch.__version__, vectors, os.uname().machine]
     key = hashlib.sha256("\0".join(made_of).encode()).hexdigest()[:24]
     library = default_cache_dir() / "native" / f"{key}.so"
@@ -65,7 +71,7 @@ def _compiled() -> Path:
     library.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(library.with_suffix(".lock")):
         if not library.exists():  # else another process has made it in the meantime
-            print("compiling for this processor, once: some 20 s", file=sys.stderr, flush=True)
+            print("compiling kernels for this CPU, once: some 20 s", file=sys.stderr, flush=True)
             with tempfile.TemporaryDirectory(dir=library.parent) as folder:
                 made = Path(folder) / "native.so"
                 _compile(compiler, vectors, made)
@@ -88,10 +94,14 @@ def _compile(compiler: list[str], vectors: str, library: Path) -> None:
         *("-ltorch_cpu", "-lc10"),
         *("-o", str(library)),
     ]
-    done = subprocess.run(command, capture_output=True, text=True)
+    in_english = os.environ | {"LC_ALL": "C"}
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace", env=in_english)
     if done.returncode:
-        said = next((line for line in done.stderr.splitlines() if "error" in line), f"exit code {done.returncode}")
-        raise Unavailable(f"it does not compile here ({_one_line(said)})", 'use another compiler (CXX), or "auto"')
+        problems = [line for line in done.stderr.splitlines() if "error" in line or "cannot find" in line]
+        said = next((line for line in problems if "collect2" not in line), f"exit code {done.returncode}")
+        raise Unavailable(
+            f"the kernels of CPUs do not compile here ({_one_line(said)})", 'use another compiler (CXX), or "auto"'
+        )
 
 
 def _one_line(problem: object) -> str:

@@ -22,6 +22,7 @@ from mode.config import exact
 from mode.config_file import RunConfig
 from mode.data import Batch, PackedData, TrainLoader
 from mode.model.transformer import ModeTransformer
+from mode.native.library import why_not
 from mode.routing import BlockRouting
 from mode.training import checkpoint as checkpoints
 from mode.training.clock import Clock
@@ -77,6 +78,8 @@ class Trainer:
             check_same_run(found, self.identity)
         self.watchdog.progress("the start, building the engine", START_PATIENCE)
         self.backend = agreed_backend(run)
+        if device().type == "cpu":
+            why_not()  # compiles the kernels now, if need be, and not within the first step
         model = build_model(self.config if self.backend is None else self.config.with_backend(self.backend[0]))
         if found is None and self.config.train.init_from is not None:
             start_from(model, self.config.train.init_from, data.tokenizer)

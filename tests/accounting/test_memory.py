@@ -19,6 +19,7 @@ from mode.model.transformer import ModeTransformer
 from mode.native import functions as native
 from mode.section import ConfigError
 from tests.accounting.models import tiny
+from tests.helpers import HAS_COMPILER
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -147,4 +148,4 @@ def test_the_activation_estimate_is_near_what_autograd_saves(
     monkeypatch.setattr(native, "takes", lambda *tensors: False)
     in_torch = estimated_and_counted(config.with_backend("grouped_mm") if config.experts else config, masking)
     assert 0.9 < in_torch < 1.1
-    assert in_torch <= compiled < 1.3  # the compiled kernels of a CPU save less
+    assert (in_torch < compiled) == HAS_COMPILER and compiled < 1.3  # the compiled kernels of a CPU save less

@@ -1,5 +1,7 @@
 """Ways to compute all experts of a rank on tokens sorted by expert. One file each, one signature.
 
+The native one also takes tokens as they are, if a dispatcher hands them over so.
+
 Which one is used changes neither parameters nor checkpoints nor, but for rounding, results.
 """
 
@@ -16,6 +18,7 @@ from mode.moe.backends.lack import Lack
 from mode.moe.backends.loop import loop_experts
 from mode.moe.backends.megablocks import check_megablocks, megablocks_experts
 from mode.moe.backends.native import NativeDispatcher, check_native, native_experts
+from mode.native.functions import watched
 from mode.routing import ExpertRouting
 
 Backend = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -57,6 +60,8 @@ def _grouped_mm_lack(dtype: torch.dtype, widths: tuple[int, ...]) -> str | None:
 
 def auto_experts(x_QD: Tensor, counts_e: Tensor, w1_eFD: Tensor, w2_eDF: Tensor, w3_eFD: Tensor) -> Tensor:
     """For a model that may still move: chosen by the tensors themselves. A trainer chooses once, at its start."""
+    if watched():
+        return loop_experts(x_QD, counts_e, w1_eFD, w2_eDF, w3_eFD)
     name, _ = choose_backend("auto", x_QD.device, x_QD.dtype, tuple(w1_eFD.shape[1:]))
     return BACKENDS[name](x_QD, counts_e, w1_eFD, w2_eDF, w3_eFD)
 
@@ -65,6 +70,8 @@ class AutoDispatcher(NativeDispatcher):
     """As `auto_experts`: the native way where that is what "auto" stands for."""
 
     def mix(self, x_TD: Tensor, routing: ExpertRouting, experts: nn.Module) -> Tensor:
+        if watched():
+            return self.sort_and_mix(x_TD, routing, experts)
         width = x_TD.shape[1]  # for the native way any will do
         name, _ = choose_backend("auto", x_TD.device, x_TD.dtype, (width,))
         return (super().mix if name == "native" else self.sort_and_mix)(x_TD, routing, experts)

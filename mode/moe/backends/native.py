@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from mode.moe.backends.lack import Lack
 from mode.moe.backends.loop import loop_experts
 from mode.moe.dispatch import LocalDispatcher
-from mode.native.functions import DTYPES, mix
+from mode.native.functions import DTYPES, mix, watched
 from mode.native.library import why_not
 from mode.routing import ExpertRouting
 
@@ -23,10 +22,10 @@ from mode.routing import ExpertRouting
 def check_native(device: torch.device, dtype: torch.dtype) -> None:
     """Refuses, by `Lack`, a model that it cannot compute here; compiles it, if it can."""
     if device.type != "cpu":
-        raise Lack("native", f"it is for CPUs, and this is a {device.type} device", 'use "auto"')
+        raise Lack("native", f"native experts are for CPUs, and this is a {device.type} device", 'use "auto"')
     if dtype not in DTYPES:
         name = str(dtype).removeprefix("torch.")
-        raise Lack("native", f"it computes in float32 and float64 only and this model is {name}", 'use "auto"')
+        raise Lack("native", f"native experts are in float32 or float64 and this model is {name}", 'use "auto"')
     missing = why_not()
     if missing is not None:
         raise Lack("native", missing.reason, missing.fix)
@@ -34,7 +33,7 @@ def check_native(device: torch.device, dtype: torch.dtype) -> None:
 
 def native_experts(x_QD: Tensor, counts_e: Tensor, w1_eFD: Tensor, w2_eDF: Tensor, w3_eFD: Tensor) -> Tensor:
     """Rows that are sorted by expert, as from other ranks: tokens of one choice each."""
-    if is_in_torch_dispatch_mode():  # a mode that counts operations would not see those in here
+    if watched():
         return loop_experts(x_QD, counts_e, w1_eFD, w2_eDF, w3_eFD)
     experts_e = torch.arange(len(counts_e), device=counts_e.device)
     experts_Q1 = experts_e.repeat_interleave(counts_e, output_size=len(x_QD)).unsqueeze(1)
@@ -50,7 +49,7 @@ def mix_tokens(
 
 class NativeDispatcher(LocalDispatcher):
     def mix(self, x_TD: Tensor, routing: ExpertRouting, experts: nn.Module) -> Tensor:
-        if is_in_torch_dispatch_mode():
+        if watched():
             return self.sort_and_mix(x_TD, routing, experts)
         processed_TK = routing.choices_TK.where(routing.processed_TK, -1)
         mixed_TD: Tensor = experts(x_TD, processed_TK, routing.gates_TK)
