@@ -146,7 +146,7 @@ T activate_backward(const T* gate, const T* up, T weight, T* grad, T* grad_up, i
 // (mixed_TD, gate_RF, up_RF): the sum of every token's gated experts; the projections, for backward.
 template <class T>
 std::tuple<Tensor, Tensor, Tensor> mix(const Tensor& x_TD, const Tensor& choices_TK, const Tensor& gates_TK,
-                                           const Tensor& w1_EFD, const Tensor& w2_EDF, const Tensor& w3_EFD) {
+                                       const Tensor& w1_EFD, const Tensor& w2_EDF, const Tensor& w3_EFD) {
   const int64_t num_experts = w1_EFD.size(0), hidden_width = w1_EFD.size(1), top_k = choices_TK.size(1);
   const Plan plan = make_plan(choices_TK, num_experts);
   Tensor gate_RF = at::empty({int64_t(plan.assignments.size()), hidden_width}, x_TD.options());
@@ -174,10 +174,10 @@ std::tuple<Tensor, Tensor, Tensor> mix(const Tensor& x_TD, const Tensor& choices
 // The gradients of x, gates, w1, w2, w3.
 template <class T>
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> mix_backward(const Tensor& grad_TD, const Tensor& x_TD,
-                                                            const Tensor& choices_TK, const Tensor& gates_TK,
-                                                            const Tensor& gate_RF, const Tensor& up_RF,
-                                                            const Tensor& w1_EFD, const Tensor& w2_EDF,
-                                                            const Tensor& w3_EFD) {
+                                                                const Tensor& choices_TK, const Tensor& gates_TK,
+                                                                const Tensor& gate_RF, const Tensor& up_RF,
+                                                                const Tensor& w1_EFD, const Tensor& w2_EDF,
+                                                                const Tensor& w3_EFD) {
   const int64_t num_experts = w1_EFD.size(0), hidden_width = w1_EFD.size(1), top_k = choices_TK.size(1);
   const Plan plan = make_plan(choices_TK, num_experts);
   Tensor grad_w1 = at::empty_like(w1_EFD), grad_w2 = at::empty_like(w2_EDF), grad_w3 = at::empty_like(w3_EFD);

@@ -5,7 +5,6 @@
 #include <cmath>
 #include <optional>
 #include <tuple>
-#include <vector>
 
 #include "common.h"
 
@@ -133,7 +132,7 @@ std::tuple<Tensor, Tensor, Tensor> choose(const Tensor& logits_TJ, const Tensor&
       int64_t best = -1;
       for (int64_t j = 0; j < columns; j++) {
         const bool is_new = k == 0 || std::find(chosen, chosen + k, j) == chosen + k;
-        best = is_new && (best < 0 || ranked[j] > ranked[best]) ? j : best;  // no branch: it could not be foreseen
+        best = is_new && (best < 0 || ranked[j] > ranked[best]) ? j : best;
       }
       chosen[k] = best;
       gates[t * top_k + k] = scores[best];

@@ -46,11 +46,7 @@ def why_not() -> Unavailable | None:
         torch.ops.load_library(_compiled())
     except Unavailable as reason:
         return reason
-    except (
-        OSError,
-        RuntimeError,
-        ValueError,
-    ) as error:  # no place for it, no permission, another torch's
+    except (OSError, RuntimeError, ValueError) as error:
         return Unavailable(f"the kernels of CPUs cannot be compiled or loaded ({_one_line(error)})", 'use "auto"')
     return None
 

@@ -60,7 +60,7 @@ def _grouped_mm_lack(dtype: torch.dtype, widths: tuple[int, ...]) -> str | None:
 
 def auto_experts(x_QD: Tensor, counts_e: Tensor, w1_eFD: Tensor, w2_eDF: Tensor, w3_eFD: Tensor) -> Tensor:
     """For a model that may still move: chosen by the tensors themselves. A trainer chooses once, at its start."""
-    if watched():
+    if x_QD.device.type == "cpu" and watched():
         return loop_experts(x_QD, counts_e, w1_eFD, w2_eDF, w3_eFD)
     name, _ = choose_backend("auto", x_QD.device, x_QD.dtype, tuple(w1_eFD.shape[1:]))
     return BACKENDS[name](x_QD, counts_e, w1_eFD, w2_eDF, w3_eFD)
