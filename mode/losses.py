@@ -16,8 +16,11 @@ from torch.nn import functional as F
 from mode.config import BalanceLossConfig, DepthConfig, ExpertsConfig, ModeConfig
 from mode.layers import at_least_float32
 from mode.moe.router import join_no_ops, target_shares
+from mode.native import functions as native
 from mode.placement import Placement
 from mode.routing import BlockRouting, DepthRouting, ExpertRouting
+
+NO_LABEL = -100  # a position that nothing is asked of
 
 
 def compute_losses(
@@ -59,15 +62,23 @@ def _routing_terms(
 
 
 def cross_entropy(logits_BLV: Tensor, labels_BL: Tensor) -> Tensor:
-    """Mean over the labelled positions; position i is scored on label i + 1.
+    """Mean over the labelled positions; position i is scored on label i + 1."""
+    num_labelled = (labels_BL[:, 1:] != NO_LABEL).sum()
+    return token_losses(logits_BLV, labels_BL).sum() / num_labelled.clamp(min=1)
+
+
+def token_losses(logits_BLV: Tensor, labels_BL: Tensor) -> Tensor:
+    """[B, L - 1]: the loss of each prediction; 0 where there is no label.
 
     The labels are shifted, not the logits: a slice of the logits would be copied.
     """
-    targets_BL = F.pad(labels_BL[:, 1:], (0, 1), value=-100)
-    summed = F.cross_entropy(
-        at_least_float32(logits_BLV).flatten(0, 1), targets_BL.flatten(), ignore_index=-100, reduction="sum"
-    )
-    return summed / (targets_BL != -100).sum().clamp(min=1)
+    targets_T = F.pad(labels_BL[:, 1:], (0, 1), value=NO_LABEL).flatten()
+    logits_TV = at_least_float32(logits_BLV).flatten(0, 1)
+    if native.takes(logits_TV):
+        losses_T = native.cross_entropy(logits_TV, targets_T, NO_LABEL)
+    else:
+        losses_T = F.cross_entropy(logits_TV, targets_T, ignore_index=NO_LABEL, reduction="none")
+    return losses_T.view_as(labels_BL)[:, :-1]
 
 
 def mean(values: Tensor) -> Tensor:

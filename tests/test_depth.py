@@ -231,7 +231,7 @@ def test_a_router_told_to_keep_another_share_keeps_it(depth):
     x_BLD = random_stream(length=24)
     for kept, capacity in ((Fraction(1), 24), (Fraction(1, 3), 8), (Fraction(3, 10), 8)):
         block.router.kept_fraction = kept
-        assert block.router(x_BLD, KEYS).kept_BS.shape == (2, capacity)
+        assert block.router(x_BLD, KEYS)[2].kept_BS.shape == (2, capacity)
 
 
 def test_chance_decides_by_the_share_that_is_kept_now():

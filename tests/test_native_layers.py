@@ -7,7 +7,10 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from mode.depth.router import largest
+from mode.depth.tokens import score_and_take
 from mode.layers import RMSNorm
+from mode.losses import NO_LABEL, cross_entropy, token_losses
 from mode.model.rope import rope_tables, rotate
 from mode.moe.router import choose
 from mode.native import functions as native
@@ -26,7 +29,7 @@ def cores(request):
 
 
 def random(*shape, dtype=torch.float64, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
 def in_torch(function):
@@ -112,6 +115,72 @@ def test_a_logit_that_is_no_number_makes_all_scores_of_its_token_none():
     assert ((choices_TK >= 0) & (choices_TK < 3)).all()
 
 
+@pytest.mark.parametrize("shape", [(2, 130, 24), (3, 300, 33), (1, 1, 7), (0, 4, 16), (2, 5, 1)], ids=str)
+@pytest.mark.parametrize("kept", [0, 1, 5])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_scoring_and_taking_tokens(dtype, kept, shape):
+    x_BLD = random(*shape, dtype=dtype).requires_grad_()
+    weight_1D = random(1, shape[-1], dtype=dtype, seed=1).requires_grad_()
+    assert native.takes(x_BLD, weight_1D)
+
+    def taken(x, weight):
+        return score_and_take(x, weight, lambda scores_BL: largest(scores_BL, kept))
+
+    assert_same(taken, [x_BLD, weight_1D], DTYPES[dtype] * 10)
+
+
+@pytest.mark.parametrize("unused", [0, 1, 3], ids=["stream", "scores", "kept"])
+def test_scoring_and_taking_with_a_part_that_nobody_uses_equals_plain_autograd(unused):
+    x_BLD, weight_1D = random(2, 9, 5).requires_grad_(), random(1, 5, seed=1).requires_grad_()
+    grads = [random(2, 9, 5, seed=2), random(2, 9, seed=3), None, random(2, 4, 5, seed=4)]
+
+    def gradients(outputs):
+        used = [i for i in (0, 1, 3) if i != unused]
+        return torch.autograd.grad([outputs[i] for i in used], [x_BLD, weight_1D], [grads[i] for i in used])
+
+    x_copy, scores_BL = x_BLD * 1, (x_BLD @ weight_1D[0])
+    kept_BS = largest(scores_BL, 4)
+    plain = (x_copy, scores_BL, kept_BS, x_copy.gather(1, kept_BS.unsqueeze(-1).expand(-1, -1, 5)))
+    ours = score_and_take(x_BLD, weight_1D, lambda scores_BL: largest(scores_BL, 4))
+    assert torch.equal(ours[2], kept_BS)
+    if unused == 1:  # the weight has no other use
+        found, expected = (torch.autograd.grad([o[0], o[3]], [x_BLD], [grads[0], grads[3]]) for o in (ours, plain))
+    else:
+        found, expected = gradients(ours), gradients(plain)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("vocabulary", [1, 7, 16, 1000])
+@pytest.mark.parametrize("labels", ["all", "some", "none"])
+@pytest.mark.parametrize("shape", [(0, 3), (1, 1), (2, 2), (3, 100)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_cross_entropy(dtype, shape, labels, vocabulary):
+    logits_BLV = (20 * random(*shape, vocabulary, dtype=dtype)).requires_grad_()
+    labels_BL = torch.randint(vocabulary, shape, generator=torch.Generator().manual_seed(2))
+    if labels != "all":
+        labels_BL[:, :: 1 if labels == "none" else 3] = NO_LABEL
+    assert native.takes(logits_BLV)
+    assert_same(lambda logits: (token_losses(logits, labels_BL),), [logits_BLV], DTYPES[dtype])
+    assert_same(lambda logits: (cross_entropy(logits, labels_BL),), [logits_BLV], DTYPES[dtype])
+
+
+def test_cross_entropy_of_large_and_infinite_logits_and_of_those_that_are_no_numbers():
+    infinite, nan = float("inf"), float("nan")
+    rows = [[1e4, -1e4, 0.0], [-infinite, 0, 0], [0, nan, 0], [-infinite, -infinite, -infinite]]
+    logits_BLV = torch.tensor([[row, row] for row in rows])  # each is scored once
+    labels_BL = torch.tensor([[0, 1], [0, 0], [0, 0], [0, 0]])
+    losses = token_losses(logits_BLV, labels_BL)
+    assert losses.flatten()[:2].tolist() == [2e4, infinite] and losses.flatten()[2:].isnan().all()
+    torch.testing.assert_close(losses, in_torch(token_losses)(logits_BLV, labels_BL), equal_nan=True)
+
+
+@pytest.mark.parametrize("label", [7, -1])
+def test_a_label_that_is_no_token_is_refused(label):
+    with pytest.raises(IndexError, match=rf"label {label} is no token: there are 7"):
+        token_losses(torch.zeros(2, 300, 7), torch.full((2, 300), label))
+
+
 def test_what_they_do_not_take():
     x = torch.ones(2, 4)
     assert native.takes(x, x)
@@ -124,6 +193,10 @@ def test_what_they_do_not_take():
         native.rotate(torch.ones(2, 3, 1, 4), torch.ones(1, 3, 2), torch.ones(1, 3, 2))
     with pytest.raises(RuntimeError, match="choose: shapes must be"):
         native.choose(x, x, 5)
+    with pytest.raises(RuntimeError, match="cross_entropy: shapes must be"):
+        native.cross_entropy(x, torch.zeros(3, dtype=torch.int64), NO_LABEL)
+    with pytest.raises(RuntimeError, match="score_backward: shapes must be"):
+        native.score_backward(x, torch.ones(3), x, torch.ones(4))
     norm = RMSNorm(4, eps=1e-5)
     gradient = torch.func.grad(lambda weight: torch.func.functional_call(norm, {"weight": weight}, x).sum())
     torch.testing.assert_close(gradient(norm.weight.detach()), torch.full((4,), 2 / (1 + 1e-5) ** 0.5))

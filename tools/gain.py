@@ -114,7 +114,7 @@ def predict(
     from tqdm import tqdm
 
     from mode.data import spread_rows, validation_batches
-    from mode.training.evaluate import token_losses
+    from mode.losses import token_losses
     from mode.training.inputs import model_inputs
 
     rows = spread_rows(data.validation.rows, num_rows)

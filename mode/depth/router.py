@@ -1,7 +1,7 @@
 """Depth routers: which tokens of a sequence a block processes, and with which gate (paper eq. 1).
 
-Each router maps x_BLD to a `DepthRouting`, in two ways: `forward` as in training, where a token competes
-with its whole sequence, and `causal`, where each token decides for itself (`decide`), for sampling and
+Each router maps x_BLD to a `DepthRouting` and takes the kept tokens, in two ways: `forward` as in training, where a
+token competes with its whole sequence, and `causal`, where each token decides for itself (`decide`), for sampling and
 causal evaluation. Knows nothing of the block it routes for.
 """
 
@@ -10,6 +10,8 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +20,7 @@ from torch.nn import functional as F
 from mode.accounting import depth_capacity
 from mode.config import DepthConfig, PredictorConfig, exact
 from mode.depth.noise import keyed_noise, noise_at
+from mode.depth.tokens import score_and_take, take_tokens
 from mode.layers import Float32Linear, at_least_float32
 from mode.routing import DepthRouting
 
@@ -47,6 +50,23 @@ def pack(keep_BL: Tensor) -> tuple[Tensor, Tensor]:
     return order_BL[:, :num_slots], valid_BS
 
 
+class Scorer(Float32Linear):
+    """r = w . x, one number per token."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, 1)
+
+    def forward(self, x_BLD: Tensor, keep: Callable[[Tensor], Tensor] | None = None) -> Any:
+        """The logits [B, L] or, with `keep`, all that `score_and_take` returns.
+
+        Both in here, because ZeRO-3 gathers a module's weights when it is called.
+        """
+        if keep is None:
+            return super().forward(x_BLD).squeeze(-1)
+        with torch.autocast(x_BLD.device.type, enabled=False):
+            return score_and_take(x_BLD, self.weight, keep)
+
+
 class Predictor(nn.Module):
     """A small MLP that predicts from a token alone whether top-k keeps it.
 
@@ -71,6 +91,9 @@ class Decision:
     predicted_BL: Tensor | None  # float32: the predictor's logits, where it decided
 
 
+Routed = tuple[Tensor, Tensor, DepthRouting]  # x_BLD, to go on with; the kept tokens kept_BSD; which and why
+
+
 class DepthRouter(nn.Module):
     """What all routers share: the gate, and causal use."""
 
@@ -90,11 +113,14 @@ class DepthRouter(nn.Module):
         positions_BL: Tensor,
         method: str,
         present_BL: Tensor | None = None,
-    ) -> DepthRouting:
+    ) -> Routed:
         """The routing that follows from `decide`. Fillers, False in `present_BL`, are never kept."""
         decision = self.decide(x_BLD, sample_keys_B, positions_BL, method)
         keep_BL = decision.keep_BL if present_BL is None else decision.keep_BL & present_BL
-        return _ragged(decision.logits_BL, keep_BL, self.gate, decision.predicted_BL)
+        return self._take(x_BLD, _ragged(decision.logits_BL, keep_BL, self.gate, decision.predicted_BL))
+
+    def _take(self, x_BLD: Tensor, depth: DepthRouting) -> Routed:
+        return *take_tokens(x_BLD, depth.kept_BS), depth
 
 
 class LearnedRouter(DepthRouter):
@@ -102,19 +128,19 @@ class LearnedRouter(DepthRouter):
 
     def __init__(self, config: DepthConfig, width: int) -> None:
         super().__init__(config)
-        self.scorer = Float32Linear(width, 1)  # r = w . x, one number per token
+        self.scorer = Scorer(width)
         self.predictor = None if config.predictor is None else Predictor(config.predictor, width)
 
-    def forward(self, x_BLD: Tensor, sample_keys_B: Tensor) -> DepthRouting:
-        logits_BL = self.scorer(x_BLD).squeeze(-1)
-        kept_BS = largest(logits_BL, depth_capacity(self.kept_fraction, x_BLD.shape[1]))
+    def forward(self, x_BLD: Tensor, sample_keys_B: Tensor) -> Routed:
+        keep = partial(largest, capacity=depth_capacity(self.kept_fraction, x_BLD.shape[1]))
+        x_BLD, logits_BL, kept_BS, kept_BSD = self.scorer(x_BLD, keep)
         gates_BS = self.gate(logits_BL.gather(1, kept_BS))
         predicted_BL = None if self.predictor is None else self.predictor(x_BLD)
-        return DepthRouting(logits_BL, kept_BS, gates_BS, None, predicted_BL)
+        return x_BLD, kept_BSD, DepthRouting(logits_BL, kept_BS, gates_BS, None, predicted_BL)
 
     def decide(self, x_BLD: Tensor, sample_keys_B: Tensor, positions_BL: Tensor, method: str) -> Decision:
         """Kept where the predictor or the router itself says so. The gate is the router's either way."""
-        logits_BL = self.scorer(x_BLD).squeeze(-1)
+        logits_BL = self.scorer(x_BLD)
         if method == "router":
             return Decision(logits_BL, logits_BL > 0, None)
         assert self.predictor is not None
@@ -129,10 +155,11 @@ class StochasticRouter(DepthRouter):
         super().__init__(config)
         self.seed, self.layer = seed, layer
 
-    def forward(self, x_BLD: Tensor, sample_keys_B: Tensor) -> DepthRouting:
+    def forward(self, x_BLD: Tensor, sample_keys_B: Tensor) -> Routed:
         noise_BL = keyed_noise(sample_keys_B, self.seed, self.layer, x_BLD.shape[1])
         kept_BS = largest(noise_BL, depth_capacity(self.kept_fraction, x_BLD.shape[1]))
-        return DepthRouting(noise_BL, kept_BS, self.gate(noise_BL.gather(1, kept_BS)), None, None)
+        gates_BS = self.gate(noise_BL.gather(1, kept_BS))
+        return self._take(x_BLD, DepthRouting(noise_BL, kept_BS, gates_BS, None, None))
 
     def decide(self, x_BLD: Tensor, sample_keys_B: Tensor, positions_BL: Tensor, method: str) -> Decision:
         """Kept where the noise is above the level that the kept share of all noise exceeds."""
@@ -150,17 +177,17 @@ class TokenChoiceRouter(DepthRouter):
 
     def __init__(self, config: DepthConfig, width: int) -> None:
         super().__init__(config)
-        self.scorer = Float32Linear(width, 1)  # r = w . x, one number per token
+        self.scorer = Scorer(width)
 
-    def forward(self, x_BLD: Tensor, sample_keys_B: Tensor) -> DepthRouting:
-        logits_BL = self.scorer(x_BLD).squeeze(-1)
+    def forward(self, x_BLD: Tensor, sample_keys_B: Tensor) -> Routed:
+        logits_BL = self.scorer(x_BLD)
         allowed_BS = largest(logits_BL, depth_capacity(self.kept_fraction, x_BLD.shape[1]))
         allowed_BL = torch.zeros_like(logits_BL, dtype=torch.bool).scatter(1, allowed_BS, True)
-        return _ragged(logits_BL, allowed_BL & (logits_BL > 0), self.gate, None)
+        return self._take(x_BLD, _ragged(logits_BL, allowed_BL & (logits_BL > 0), self.gate, None))
 
     def decide(self, x_BLD: Tensor, sample_keys_B: Tensor, positions_BL: Tensor, method: str) -> Decision:
         """As in training without the capacity, which looks at the whole sequence."""
-        logits_BL = self.scorer(x_BLD).squeeze(-1)
+        logits_BL = self.scorer(x_BLD)
         return Decision(logits_BL, logits_BL > 0, None)
 
 

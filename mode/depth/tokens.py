@@ -1,12 +1,21 @@
-"""Taking the kept tokens out of the sequence and adding their updates back. Knows no router."""
+"""Taking the kept tokens out of the sequence and adding their updates back. Knows no router.
+
+A pass over all tokens costs a routed block as much as computing with a few of them. So all uses of the sequence are
+one function, whose backward passes over it once.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from mode.layers import at_least_float32
+from mode.native import functions as native
 
 
 def take_tokens(x_BLD: Tensor, kept_BS: Tensor) -> tuple[Tensor, Tensor]:
@@ -29,6 +38,46 @@ class _Take(torch.autograd.Function):
     def backward(ctx: Any, grad_TD: Tensor, grad_RD: Tensor) -> tuple[Tensor, None]:
         (index_R,) = ctx.saved_tensors
         return grad_TD.index_add(0, index_R, grad_RD), None
+
+
+def score_and_take(
+    x_BLD: Tensor, weight_1D: Tensor, keep: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(x, to go on with; the scores of all tokens [B, L], in float32; which of them `keep` keeps [B, S]; those)."""
+    taken: tuple[Tensor, Tensor, Tensor, Tensor] = _ScoreAndTake.apply(x_BLD, weight_1D, keep)
+    return taken
+
+
+class _ScoreAndTake(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x_BLD: Tensor, weight_1D: Tensor, keep: Callable[[Tensor], Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        scores_BL = F.linear(at_least_float32(x_BLD), at_least_float32(weight_1D)).squeeze(-1)
+        kept_BS = keep(scores_BL)
+        index_R = flat_index(kept_BS, x_BLD.shape[1]).flatten()
+        kept_BSD = x_BLD.flatten(0, 1).index_select(0, index_R).view(*kept_BS.shape, x_BLD.shape[-1])
+        ctx.mark_non_differentiable(kept_BS)
+        ctx.save_for_backward(x_BLD, weight_1D, index_R)
+        return x_BLD.view_as(x_BLD), scores_BL, kept_BS, kept_BSD
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, grad_BLD: Tensor, grad_scores_BL: Tensor, _: None, grad_BSD: Tensor
+    ) -> tuple[Tensor, Tensor, None]:
+        x_BLD, weight_1D, index_R = ctx.saved_tensors
+        grad_TD, x_TD, weight_D = grad_BLD.flatten(0, 1), x_BLD.flatten(0, 1), weight_1D[0]
+        grad_scores_T = grad_scores_BL.flatten()
+        if native.takes(grad_TD, grad_scores_T, x_TD, weight_D):
+            grad_x_TD, grad_weight_D = native.score_backward(grad_TD, grad_scores_T, x_TD, weight_D)
+        else:
+            grad_x_TD = torch.addmm(
+                at_least_float32(grad_TD), grad_scores_T.unsqueeze(1), at_least_float32(weight_1D)
+            ).to(grad_TD.dtype)
+            grad_weight_D = (grad_scores_T.unsqueeze(0) @ at_least_float32(x_TD))[0].to(weight_D.dtype)
+        grad_x_TD.index_add_(0, index_R, grad_BSD.flatten(0, 1))
+        return grad_x_TD.view_as(x_BLD), grad_weight_D.unsqueeze(0), None
 
 
 def add_to_tokens(x_BLD: Tensor, index_T: Tensor, update_TD: Tensor) -> Tensor:

@@ -15,14 +15,14 @@ from functools import partial
 from torch import Tensor, nn
 
 from mode.config import ExpertsConfig, ModeConfig
-from mode.depth.router import build_depth_router
-from mode.depth.tokens import add_to_tokens, flat_index, take_tokens
+from mode.depth.router import Routed, build_depth_router
+from mode.depth.tokens import add_to_tokens, flat_index
 from mode.layers import RMSNorm, SwiGLU
 from mode.model.attention import Attend, Attention, attend_causally
 from mode.model.cache import BlockCache
 from mode.moe.layer import MoELayer
 from mode.placement import Placement
-from mode.routing import BlockRouting, DepthRouting, ExpertRouting
+from mode.routing import BlockRouting, ExpertRouting
 
 ExpertLayer = Callable[[ExpertsConfig, int], MoELayer]  # from the experts' settings and the model's width
 
@@ -104,20 +104,21 @@ class DepthRoutedBlock(nn.Module):
     ) -> tuple[Tensor, BlockRouting]:
         """As in training or, where `causal` names what tokens decide by, as in sampling."""
         if causal is None:
-            depth = self.router(x_BLD, sample_keys_B)
+            routed = self.router(x_BLD, sample_keys_B)
         else:
-            depth = self.router.causal(x_BLD, sample_keys_B, placement.positions_BS, causal)
-        return self._route(x_BLD, placement, depth, attend_causally)
+            routed = self.router.causal(x_BLD, sample_keys_B, placement.positions_BS, causal)
+        return self._run(routed, placement, attend_causally)
 
     def prefill(
         self, x_BLD: Tensor, placement: Placement, sample_keys_B: Tensor, causal: str, cache: BlockCache
     ) -> Tensor:
         """The causal forward pass; `cache` takes the keys and values of the kept tokens."""
         positions_BL, present_BL = placement.positions_BS, placement.present_BS
-        depth = self.router.causal(x_BLD, sample_keys_B, positions_BL, causal, present_BL)
-        if depth.kept_BS.shape[1] == 0:
+        routed = self.router.causal(x_BLD, sample_keys_B, positions_BL, causal, present_BL)
+        _, kept_BSD, _ = routed
+        if kept_BSD.shape[1] == 0:
             return x_BLD
-        return self._route(x_BLD, placement, depth, cache.fill)[0]
+        return self._run(routed, placement, cache.fill)[0]
 
     def step(
         self, x_B1D: Tensor, placement: Placement, sample_keys_B: Tensor, causal: str, cache: BlockCache
@@ -135,11 +136,9 @@ class DepthRoutedBlock(nn.Module):
         gated_T1D = (self.router.gate(decision.logits_BL[index_T]).unsqueeze(-1) * update_T1D).to(x_B1D.dtype)
         return x_B1D.index_add(0, index_T, gated_T1D)
 
-    def _route(
-        self, x_BLD: Tensor, placement: Placement, depth: DepthRouting, attend: Attend
-    ) -> tuple[Tensor, BlockRouting]:
+    def _run(self, routed: Routed, placement: Placement, attend: Attend) -> tuple[Tensor, BlockRouting]:
+        x_BLD, kept_BSD, depth = routed
         kept = placement.take(depth.kept_BS, depth.valid_BS)
-        x_BLD, kept_BSD = take_tokens(x_BLD, depth.kept_BS)
         update_BSD, experts = self.body(kept_BSD, kept, attend)
         gated_BSD = (depth.gates_BS.unsqueeze(-1) * update_BSD).to(x_BLD.dtype)
         index_T = kept.flatten(flat_index(depth.kept_BS, x_BLD.shape[1]))

@@ -22,6 +22,20 @@ void for_each_row(int64_t rows, const Work& work) {
   });
 }
 
+// [width]: the sum of what `work(row, sums)` adds for every row, in pieces of as many rows whatever the number of cores.
+template <class T, class Work>
+Tensor sum_over_rows(int64_t rows, int64_t width, const at::TensorOptions& options, const Work& work) {
+  constexpr int64_t PIECE = 256;
+  const int64_t pieces = (rows + PIECE - 1) / PIECE;
+  Tensor sums_PD = at::zeros({pieces, width}, options);
+  T* sums = sums_PD.mutable_data_ptr<T>();
+  at::parallel_for(0, pieces, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t p = begin; p < end; p++)
+      for (int64_t r = p * PIECE; r < std::min(rows, (p + 1) * PIECE); r++) work(r, sums + p * width);
+  });
+  return sums_PD.sum(0);
+}
+
 template <class T>
 T sum_of(const at::vec::Vectorized<T>& x) {
   T parts[at::vec::Vectorized<T>::size()];

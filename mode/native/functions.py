@@ -1,4 +1,4 @@
-"""The kernels as differentiable functions. Each has a twin in torch, where it is used, for what it does not take.
+"""The kernels as differentiable functions, or as parts of such. Each has a twin in torch, where it is used.
 
 They can be differentiated once.
 """
@@ -57,6 +57,19 @@ def choose(logits_TJ: Tensor, ranked_TJ: Tensor, top_k: int) -> tuple[Tensor, Te
     """(the softmax of the logits; the K columns that rank highest, of equals the lower; the scores of those)."""
     chosen: tuple[Tensor, Tensor, Tensor] = _Choose.apply(logits_TJ, ranked_TJ, top_k)
     return chosen
+
+
+def score_backward(grad_TD: Tensor, grad_score_T: Tensor, x_TD: Tensor, weight_D: Tensor) -> tuple[Tensor, Tensor]:
+    """For scores x . weight: the gradients of x, that of its other uses (`grad_TD`) included, and of weight."""
+    inputs = (each.contiguous() for each in (grad_TD, grad_score_T, x_TD, weight_D))
+    grads: tuple[Tensor, Tensor] = torch.ops.deepspeed_mode.score_backward(*inputs)
+    return grads
+
+
+def cross_entropy(logits_TV: Tensor, targets_T: Tensor, ignored: int) -> Tensor:
+    """[T]: minus the log-probability of every target; 0 where it is `ignored`."""
+    losses_T: Tensor = _CrossEntropy.apply(logits_TV, targets_T, ignored)
+    return losses_T
 
 
 class _Mix(torch.autograd.Function):
@@ -136,3 +149,19 @@ class _Choose(torch.autograd.Function):
             grad_gates_TK.contiguous(), scores_TJ, choices_TK, grad_scores_TJ
         )
         return grad_logits_TJ, None, None
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits_TV: Tensor, targets_T: Tensor, ignored: int) -> Tensor:
+        logits_TV, targets_T = logits_TV.contiguous(), targets_T.contiguous()
+        losses_T, log_sums_T = torch.ops.deepspeed_mode.cross_entropy(logits_TV, targets_T, ignored)
+        ctx.save_for_backward(logits_TV, targets_T, log_sums_T)
+        ctx.ignored = ignored
+        return losses_T
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_T: Tensor) -> tuple[Tensor, None, None]:
+        grad_TV = torch.ops.deepspeed_mode.cross_entropy_backward(grad_T.contiguous(), *ctx.saved_tensors, ctx.ignored)
+        return grad_TV, None, None

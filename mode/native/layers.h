@@ -6,6 +6,8 @@
 #include <optional>
 #include <tuple>
 
+#include <ATen/cpu/vec/functional.h>
+
 #include "common.h"
 
 namespace deepspeed_mode {
@@ -36,18 +38,17 @@ std::tuple<Tensor, Tensor> rms_norm(const Tensor& x_TD, const Tensor& weight_D, 
   return {out_TD, scale_T};
 }
 
-// The gradients of x and weight. The latter is summed in pieces of as many rows whatever the number of cores.
+// The gradients of x and weight.
 template <class T>
 std::tuple<Tensor, Tensor> rms_norm_backward(const Tensor& grad_TD, const Tensor& x_TD, const Tensor& weight_D,
                                              const Tensor& scale_T) {
   using V = at::vec::Vectorized<T>;
-  constexpr int64_t PIECE = 256;
-  const int64_t rows = x_TD.size(0), width = x_TD.size(1), pieces = (rows + PIECE - 1) / PIECE;
-  Tensor grad_x_TD = at::empty_like(x_TD), grad_weight_PD = at::zeros({pieces, width}, x_TD.options());
+  const int64_t width = x_TD.size(1);
+  Tensor grad_x_TD = at::empty_like(x_TD);
   const T *grads = grad_TD.const_data_ptr<T>(), *all = x_TD.const_data_ptr<T>();
   const T *weight = weight_D.const_data_ptr<T>(), *scales = scale_T.const_data_ptr<T>();
-  T *to = grad_x_TD.mutable_data_ptr<T>(), *grad_weights = grad_weight_PD.mutable_data_ptr<T>();
-  auto one_row = [&](int64_t r, T* grad_weight) {
+  T* to = grad_x_TD.mutable_data_ptr<T>();
+  Tensor grad_weight_D = sum_over_rows<T>(x_TD.size(0), width, x_TD.options(), [&](int64_t r, T* grad_weight) {
     const T *grad = grads + r * width, *x = all + r * width;
     const V scale(scales[r]);
     V products(0);
@@ -63,12 +64,8 @@ std::tuple<Tensor, Tensor> rms_norm_backward(const Tensor& grad_TD, const Tensor
       const V normed = V::loadu(x + i, n) * scale, weighted = V::loadu(grad + i, n) * V::loadu(weight + i, n);
       ((weighted - normed * mean) * scale).store(to + r * width + i, n);
     }
-  };
-  at::parallel_for(0, pieces, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t p = begin; p < end; p++)
-      for (int64_t r = p * PIECE; r < std::min(rows, (p + 1) * PIECE); r++) one_row(r, grad_weights + p * width);
   });
-  return {grad_x_TD, grad_weight_PD.sum(0)};
+  return {grad_x_TD, grad_weight_D};
 }
 
 // ---- Rotary positions ----
@@ -163,6 +160,80 @@ Tensor choose_backward(const Tensor& grad_gates_TK, const Tensor& scores_TJ, con
     for (int64_t j = 0; j < columns; j++) out[j] = (out[j] - mean) * scores[j];
   });
   return grad_logits_TJ;
+}
+
+// ---- The score of a depth router: x . weight ----
+
+// The gradients of x, that of its other uses (`grad_TD`) included, and of weight.
+template <class T>
+std::tuple<Tensor, Tensor> score_backward(const Tensor& grad_TD, const Tensor& grad_score_T, const Tensor& x_TD,
+                                          const Tensor& weight_D) {
+  using V = at::vec::Vectorized<T>;
+  const int64_t width = x_TD.size(1);
+  Tensor grad_x_TD = at::empty_like(x_TD);
+  const T *grads = grad_TD.const_data_ptr<T>(), *grad_scores = grad_score_T.const_data_ptr<T>();
+  const T *all = x_TD.const_data_ptr<T>(), *weight = weight_D.const_data_ptr<T>();
+  T* to = grad_x_TD.mutable_data_ptr<T>();
+  Tensor grad_weight_D = sum_over_rows<T>(x_TD.size(0), width, x_TD.options(), [&](int64_t r, T* grad_weight) {
+    const T *grad = grads + r * width, *x = all + r * width;
+    const V by(grad_scores[r]);
+    for (int64_t i = 0; i < width; i += V::size()) {
+      const int64_t n = std::min<int64_t>(V::size(), width - i);
+      at::vec::fmadd(by, V::loadu(weight + i, n), V::loadu(grad + i, n)).store(to + r * width + i, n);
+      at::vec::fmadd(by, V::loadu(x + i, n), V::loadu(grad_weight + i, n)).store(grad_weight + i, n);
+    }
+  });
+  return {grad_x_TD, grad_weight_D};
+}
+
+// ---- Cross-entropy ----
+
+// (the loss of every row; the logarithm of the sum of its exponentials). A row whose target is `ignored` has none.
+template <class T>
+std::tuple<Tensor, Tensor> cross_entropy(const Tensor& logits_TV, const Tensor& targets_T, int64_t ignored) {
+  using V = at::vec::Vectorized<T>;
+  const int64_t rows = logits_TV.size(0), width = logits_TV.size(1);
+  Tensor losses_T = at::empty({rows}, logits_TV.options()), log_sums_T = at::empty_like(losses_T);
+  const T* all = logits_TV.const_data_ptr<T>();
+  const int64_t* targets = targets_T.const_data_ptr<int64_t>();
+  T *losses = losses_T.mutable_data_ptr<T>(), *log_sums = log_sums_T.mutable_data_ptr<T>();
+  for_each_row(rows, [&](int64_t r) {
+    const T* logits = all + r * width;
+    const int64_t target = targets[r];
+    TORCH_CHECK_INDEX(target == ignored || (target >= 0 && target < width), "label ", target, " is no token: there are ",
+                      width);
+    const T largest = at::vec::reduce_all<T>([](V& a, V& b) { return at::vec::maximum(a, b); }, logits, width);
+    V sums(0);
+    for (int64_t i = 0; i < width; i += V::size()) {
+      const int64_t n = std::min<int64_t>(V::size(), width - i);
+      sums = V::set(sums, sums + (V::loadu(logits + i, n) - V(largest)).exp(), n);
+    }
+    log_sums[r] = largest + std::log(sum_of<T>(sums));
+    losses[r] = target == ignored ? T(0) : log_sums[r] - logits[target];
+  });
+  return {losses_T, log_sums_T};
+}
+
+template <class T>
+Tensor cross_entropy_backward(const Tensor& grad_T, const Tensor& logits_TV, const Tensor& targets_T,
+                              const Tensor& log_sums_T, int64_t ignored) {
+  using V = at::vec::Vectorized<T>;
+  const int64_t rows = logits_TV.size(0), width = logits_TV.size(1);
+  Tensor grad_logits_TV = at::empty_like(logits_TV);
+  const T *all = logits_TV.const_data_ptr<T>(), *log_sums = log_sums_T.const_data_ptr<T>();
+  const T* grads = grad_T.const_data_ptr<T>();
+  const int64_t* targets = targets_T.const_data_ptr<int64_t>();
+  T* to = grad_logits_TV.mutable_data_ptr<T>();
+  for_each_row(rows, [&](int64_t r) {
+    T* out = to + r * width;
+    if (targets[r] == ignored) return void(std::fill(out, out + width, T(0)));
+    for (int64_t i = 0; i < width; i += V::size()) {
+      const int64_t n = std::min<int64_t>(V::size(), width - i);
+      (V(grads[r]) * (V::loadu(all + r * width + i, n) - V(log_sums[r])).exp()).store(out + i, n);
+    }
+    out[targets[r]] -= grads[r];
+  });
+  return grad_logits_TV;
 }
 
 }  // namespace deepspeed_mode

@@ -62,4 +62,20 @@ TORCH_LIBRARY(deepspeed_mode, library) {
                  const std::optional<Tensor>& grad_scores) {
                 return BY_TYPE(choose_backward, grad_gates, scores, choices, grad_scores);
               });
+  library.def("score_backward(Tensor grad, Tensor grad_score, Tensor x, Tensor weight) -> (Tensor, Tensor)",
+              [](const Tensor& grad, const Tensor& grad_score, const Tensor& x, const Tensor& weight) {
+                check(x.dim() == 2 && is(grad, x.sizes()) && is(grad_score, {x.size(0)}) && is(weight, {x.size(1)}),
+                      "score_backward", "[T, D] for tokens and gradients, [T] and [D]");
+                return BY_TYPE(score_backward, grad, grad_score, x, weight);
+              });
+  library.def("cross_entropy(Tensor logits, Tensor targets, int ignored) -> (Tensor, Tensor)",
+              [](const Tensor& logits, const Tensor& targets, int64_t ignored) {
+                check(logits.dim() == 2 && is(targets, {logits.size(0)}), "cross_entropy", "[T, V] and [T]");
+                return BY_TYPE(cross_entropy, logits, targets, ignored);
+              });
+  library.def(
+      "cross_entropy_backward(Tensor grad, Tensor logits, Tensor targets, Tensor log_sums, int ignored) -> Tensor",
+      [](const Tensor& grad, const Tensor& logits, const Tensor& targets, const Tensor& log_sums, int64_t ignored) {
+        return BY_TYPE(cross_entropy_backward, grad, logits, targets, log_sums, ignored);
+      });
 }

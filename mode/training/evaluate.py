@@ -12,10 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed
-from torch.nn import functional as F
 
 from mode.data import Split, spread_rows, validation_batches
-from mode.layers import at_least_float32
+from mode.losses import token_losses
 from mode.moe.router import ExpertRouter
 from mode.routing import BlockRouting
 from mode.training.inputs import model_inputs
@@ -114,12 +113,3 @@ def depth_sums(routing: Sequence[BlockRouting], weights_B: Tensor) -> Tensor:
         )
         sums.append(torch.stack([(part.sum(dim=1) * weights_B.double()).sum() for part in parts]))
     return torch.stack(sums) if sums else weights_B.new_zeros(0, 4, dtype=torch.float64)
-
-
-def token_losses(logits_BLV: Tensor, ids_BL: Tensor) -> Tensor:
-    """[B, L - 1]: the loss of each prediction."""
-    targets_BL = F.pad(ids_BL[:, 1:], (0, 1), value=-100)
-    losses = F.cross_entropy(
-        at_least_float32(logits_BLV).flatten(0, 1), targets_BL.flatten(), ignore_index=-100, reduction="none"
-    )
-    return losses.view_as(targets_BL)[:, :-1]
