@@ -5,7 +5,7 @@
 // torch's own. Knows nothing of autograd.
 //
 // T tokens of width D, K choices each; an assignment is t * K + k. A choice outside of the E experts (a no-op, or -1)
-// is no row of anything. R rows: the assignments that are left, by expert and within one by token.
+// is no row of anything, it is idle. R rows: the assignments that are left, by expert and within one by token.
 
 #pragma once
 
@@ -26,43 +26,50 @@ struct Expert {
 
 struct Plan {
   std::vector<Expert> experts;       // those that have rows, the largest first
-  std::vector<int64_t> assignments;  // of every row
+  std::vector<int64_t> assignments;  // of every row; then the idle ones
+  int64_t rows;
 };
-
-bool is_real(int64_t choice, int64_t num_experts) { return choice >= 0 && choice < num_experts; }
 
 Plan make_plan(const Tensor& choices_TK, int64_t num_experts) {
   const int64_t* choices = choices_TK.const_data_ptr<int64_t>();
-  std::vector<int64_t> place(num_experts + 1, 0);
-  for (int64_t a = 0; a < choices_TK.numel(); a++)
-    if (is_real(choices[a], num_experts)) place[choices[a] + 1]++;
+  const int64_t num_choices = choices_TK.numel();
+  auto group = [&](int64_t a) {  // the idle ones are the last group; without a branch that nobody could foretell
+    return uint64_t(choices[a]) < uint64_t(num_experts) ? choices[a] : num_experts;
+  };
+  std::vector<int64_t> place(num_experts + 2, 0);
+  for (int64_t a = 0; a < num_choices; a++) place[group(a) + 1]++;
   std::partial_sum(place.begin(), place.end(), place.begin());
   Plan plan;
+  plan.rows = place[num_experts];
   for (int64_t e = 0; e < num_experts; e++)
     if (place[e + 1] > place[e]) plan.experts.push_back({e, place[e], place[e + 1] - place[e]});
   std::stable_sort(plan.experts.begin(), plan.experts.end(),
                    [](const Expert& a, const Expert& b) { return a.rows > b.rows; });
-  plan.assignments.resize(place.back());
-  for (int64_t a = 0; a < choices_TK.numel(); a++)
-    if (is_real(choices[a], num_experts)) plan.assignments[place[choices[a]]++] = a;
+  plan.assignments.resize(num_choices);
+  for (int64_t a = 0; a < num_choices; a++) plan.assignments[place[group(a)]++] = a;
   return plan;
 }
 
 bool evenly_busy(const Plan& plan, int64_t cores) {
   std::vector<int64_t> rows(cores, 0);
   for (const Expert& expert : plan.experts) *std::min_element(rows.begin(), rows.end()) += expert.rows;
-  return *std::max_element(rows.begin(), rows.end()) * cores <= MAX_UNEVENNESS * plan.assignments.size();
+  return *std::max_element(rows.begin(), rows.end()) * cores <= MAX_UNEVENNESS * plan.rows;
 }
 
-// Experts side by side or, where that would leave cores idle, one after another; then the cores share each step.
-template <class Work>
-void for_each_expert(const Plan& plan, const Work& work) {
-  const int64_t cores = at::get_num_threads();
-  const int64_t at_once = evenly_busy(plan, cores) ? cores : 1;
-  std::atomic<size_t> next{0};
+// Experts side by side or, where that would leave cores idle, one after another; then the cores share each step. After
+// them, by whoever is free, `rest` of the idle assignments from `begin` to `end`.
+template <class Work, class Rest>
+void for_each_expert(const Plan& plan, const Work& work, const Rest& rest) {
+  constexpr int64_t PIECE = 256;
+  const int64_t cores = at::get_num_threads(), num_experts = plan.experts.size();
+  const int64_t at_once = evenly_busy(plan, cores) ? cores : 1, num_assignments = plan.assignments.size();
+  std::atomic<int64_t> next{0};
   auto take = [&](int64_t, int64_t) {
     at::AutoDispatchBelowADInplaceOrView without_autograd;  // every thread has a state of its own
-    for (size_t i; (i = next++) < plan.experts.size();) work(plan.experts[i]);
+    int64_t i;
+    while ((i = next++) < num_experts) work(plan.experts[i]);
+    for (int64_t begin; (begin = plan.rows + (i - num_experts) * PIECE) < num_assignments; i = next++)
+      rest(begin, std::min(begin + PIECE, num_assignments));
   };
   if (at_once == 1) return take(0, 1);
   at::parallel_for(0, at_once, 1, take);
@@ -91,29 +98,41 @@ void scatter(const Tensor& x_ND, const int64_t* assignments, const Tensor& out_A
   });
 }
 
-// [T, D]: the sum of every token's assignments, in their order; of none, zero. With one choice, in place.
+// [T, D]: the sum of every token's assignments, in their order; of none, zero. With one choice that is what there is.
 template <class T>
 Tensor sum_choices(const Tensor& x_AD, const Tensor& choices_TK, int64_t num_experts) {
   const int64_t top_k = choices_TK.size(1), width = x_AD.size(1);
+  if (top_k == 1) return x_AD;
   const int64_t* choices = choices_TK.const_data_ptr<int64_t>();
-  Tensor out_TD = top_k == 1 ? x_AD : at::empty({choices_TK.size(0), width}, x_AD.options());
+  Tensor out_TD = at::empty({choices_TK.size(0), width}, x_AD.options());
   const T* from = x_AD.const_data_ptr<T>();
   T* to = out_TD.mutable_data_ptr<T>();
   for_each_row(choices_TK.size(0), [&](int64_t t) {
     T* sum = to + t * width;
     bool any = false;
     for (int64_t a = t * top_k; a < (t + 1) * top_k; a++) {
-      if (!is_real(choices[a], num_experts)) continue;
+      if (choices[a] < 0 || choices[a] >= num_experts) continue;
       const T* row = from + a * width;
       if (any)
         for (int64_t i = 0; i < width; i++) sum[i] += row[i];
-      else if (row != sum)
+      else
         std::memcpy(sum, row, width * sizeof(T));
       any = true;
     }
     if (!any) std::memset(sum, 0, width * sizeof(T));
   });
   return out_TD;
+}
+
+// Zero for idle assignments, if they are what `sum_choices` returns; else nobody reads them.
+template <class T>
+void clear_idle(const Plan& plan, int64_t begin, int64_t end, int64_t top_k, const Tensor& out_AD) {
+  if (top_k > 1) return;
+  const int64_t width = out_AD.size(1);
+  T* to = out_AD.mutable_data_ptr<T>();
+  for_each_row(end - begin, [&](int64_t i) {
+    std::memset(to + plan.assignments[begin + i] * width, 0, width * sizeof(T));
+  });
 }
 
 // hidden = weight * silu(gate) * up, of one row.
@@ -149,10 +168,10 @@ std::tuple<Tensor, Tensor, Tensor> mix(const Tensor& x_TD, const Tensor& choices
                                        const Tensor& w1_EFD, const Tensor& w2_EDF, const Tensor& w3_EFD) {
   const int64_t num_experts = w1_EFD.size(0), hidden_width = w1_EFD.size(1), top_k = choices_TK.size(1);
   const Plan plan = make_plan(choices_TK, num_experts);
-  Tensor gate_RF = at::empty({int64_t(plan.assignments.size()), hidden_width}, x_TD.options());
+  Tensor gate_RF = at::empty({plan.rows, hidden_width}, x_TD.options());
   Tensor up_RF = at::empty_like(gate_RF), out_AD = at::empty({choices_TK.numel(), x_TD.size(1)}, x_TD.options());
   const T* gates = gates_TK.const_data_ptr<T>();
-  for_each_expert(plan, [&](const Expert& expert) {
+  auto compute = [&](const Expert& expert) {
     const int64_t* assignments = plan.assignments.data() + expert.begin;
     Tensor x_ND = gather<T>(x_TD, assignments, expert.rows, top_k);
     Tensor gate_NF = gate_RF.narrow(0, expert.begin, expert.rows), up_NF = up_RF.narrow(0, expert.begin, expert.rows);
@@ -167,7 +186,8 @@ std::tuple<Tensor, Tensor, Tensor> mix(const Tensor& x_TD, const Tensor& choices
     });
     at::mm_out(x_ND, hidden_NF, w2_EDF[expert.index].t());  // its memory: it is used up
     scatter<T>(x_ND, assignments, out_AD);
-  });
+  };
+  for_each_expert(plan, compute, [&](int64_t begin, int64_t end) { clear_idle<T>(plan, begin, end, top_k, out_AD); });
   return {sum_choices<T>(out_AD, choices_TK, num_experts), gate_RF, up_RF};
 }
 
@@ -187,7 +207,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> mix_backward(const Tensor& gr
   Tensor grad_x_AD = at::empty({choices_TK.numel(), x_TD.size(1)}, x_TD.options());
   const T* gates = gates_TK.const_data_ptr<T>();
   T* grad_gates = grad_gates_TK.mutable_data_ptr<T>();
-  for_each_expert(plan, [&](const Expert& expert) {
+  auto compute = [&](const Expert& expert) {
     const int64_t* assignments = plan.assignments.data() + expert.begin;
     Tensor x_ND = gather<T>(x_TD, assignments, expert.rows, top_k);
     Tensor grad_ND = gather<T>(grad_TD, assignments, expert.rows, top_k);
@@ -211,7 +231,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> mix_backward(const Tensor& gr
     at::mm_out(grad_ND, hidden_NF, w1_EFD[expert.index]);
     at::addmm_out(grad_ND, grad_ND, grad_up_NF, w3_EFD[expert.index]);
     scatter<T>(grad_ND, assignments, grad_x_AD);
-  });
+  };
+  for_each_expert(plan, compute, [&](int64_t begin, int64_t end) { clear_idle<T>(plan, begin, end, top_k, grad_x_AD); });
   Tensor grad_x_TD = sum_choices<T>(grad_x_AD, choices_TK, num_experts);
   return {grad_x_TD, grad_gates_TK, grad_w1, grad_w2, grad_w3};
 }
