@@ -19,18 +19,18 @@ def silu_backward_(grad: Tensor, x: Tensor) -> Tensor:
     return torch.ops.aten.silu_backward.grad_input(grad, x, grad_input=grad)
 
 
-class Float32Linear(nn.Module):
-    """A linear map computed in float32 whatever the model's precision; for routers.
+class Scorer(nn.Module):
+    """The weights of a router, which scores in float32 whatever the model's precision.
 
-    A module of its own that returns a tensor: ZeRO-3 gathers a module's parameters for backward only if it
-    finds tensors among the module's outputs, and a router's output is a record.
+    A module of its own, whose `forward` returns tensors: ZeRO-3 gathers a module's parameters when it is called, and
+    for backward only if it finds tensors among the outputs; a router's output is a record.
     """
 
     def __init__(self, width: int, out_width: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(out_width, width))
 
-    def forward(self, x_XD: Tensor) -> Tensor:
+    def logits(self, x_XD: Tensor) -> Tensor:
         with torch.autocast(x_XD.device.type, enabled=False):
             return F.linear(at_least_float32(x_XD), at_least_float32(self.weight))
 

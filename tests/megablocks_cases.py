@@ -119,7 +119,7 @@ def a_strided_input() -> None:
 
 def the_permutation() -> None:
     layer, x_TD = make_layer(), tokens(13)
-    routing = layer.router(x_TD)
+    _, routing = layer.router(x_TD)
     actual, expected = layer.dispatcher.dispatch(x_TD, routing), LocalDispatcher().sort(x_TD, routing)
     assert isinstance(actual, Permuted)
     top_k = routing.choices_TK.shape[1]

@@ -71,7 +71,7 @@ def moe(layer: nn.Module, config: ModeConfig, x_TD: list[Tensor]) -> list[Tensor
     experts = config.experts
     assert experts is not None
     router = layer.router
-    bias = getattr(router, "bias_J", torch.zeros(experts.num_columns))
+    bias = torch.zeros(experts.num_columns) if router.bias_J is None else router.bias_J
     choices: list[list[tuple[int, Tensor]]] = []
     for x_D in x_TD:
         logits = router.scorer.weight @ x_D

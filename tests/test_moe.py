@@ -136,7 +136,7 @@ def test_no_ops_own_no_parameters_but_their_router_row():
 def test_no_op_and_dropped_choices_are_in_no_dispatch():
     config = make_config(experts={"num_no_ops": 2, "no_op_fraction": 0.5, "capacity_factor": 0.5})
     layer, x_TD = make_layer(config, torch.float64), tokens(30, torch.float64)
-    routing = layer.router(x_TD)
+    _, routing = layer.router(x_TD)
     sent = layer.dispatcher.dispatch(x_TD, routing)
     assert routing.num_no_op() > 0 and routing.num_dropped() > 0
     assert len(sent.x_QD) == sent.counts_e.sum() == routing.num_processed()
@@ -175,9 +175,9 @@ def test_the_selection_bias_keeps_its_value_through_a_change_of_precision():
 def test_the_selection_bias_changes_choices_but_neither_scores_nor_gradients():
     config = make_config(experts={"balance_bias": {}, "top_k": 1})
     layer, x_TD = make_layer(config, torch.float64), tokens(8, torch.float64)
-    before = layer.router(x_TD)
+    _, before = layer.router(x_TD)
     layer.router.bias_J[1] = 100.0
-    after = layer.router(x_TD)
+    _, after = layer.router(x_TD)
     assert (after.choices_TK == 1).all() and not (before.choices_TK == 1).all()
     assert torch.equal(before.scores_TJ, after.scores_TJ)
     assert torch.equal(after.gates_TK, after.scores_TJ[:, 1:2])
@@ -237,7 +237,7 @@ def test_every_choice_is_processed_or_no_op_or_dropped(num_tokens, top_k, no_ops
     config = make_config(
         experts={"top_k": top_k, "num_no_ops": no_ops, "no_op_fraction": share, "capacity_factor": factor}
     )
-    routing = make_layer(config, torch.float32, seed).router(tokens(num_tokens, torch.float32, seed))
+    routing = make_layer(config, torch.float32, seed).router(tokens(num_tokens, torch.float32, seed))[1]
     processed, no_op, dropped = int(routing.num_processed()), int(routing.num_no_op()), int(routing.num_dropped())
     assert processed + no_op + dropped == num_tokens * top_k
     assert int(routing.choice_counts_J().sum()) == num_tokens * top_k

@@ -12,7 +12,7 @@ from mode.depth.tokens import score_and_take
 from mode.layers import RMSNorm
 from mode.losses import NO_LABEL, cross_entropy, token_losses
 from mode.model.rope import rope_tables, rotate
-from mode.moe.router import choose
+from mode.moe.router import ExpertScorer
 from mode.native import functions as native
 from tests.helpers import needs_kernels
 
@@ -85,32 +85,53 @@ def test_rotary_positions(dtype, rows_share_tables, head_width):
     assert_same(lambda x: (rotate(x.transpose(1, 2).contiguous().transpose(1, 2), cos, sin),), [heads], DTYPES[dtype])
 
 
+def route(x_TD, weight_JD, bias_J, top_k):
+    scorer = ExpertScorer(1, 1)
+    scorer.weight = weight_JD
+    return scorer(x_TD, bias_J, top_k)
+
+
+def route_logits(logits_TJ, bias_J, top_k):
+    """By a router whose logits are its inputs."""
+    return route(logits_TJ, nn.Parameter(torch.eye(logits_TJ.shape[1])), bias_J, top_k)[2:]
+
+
 @pytest.mark.parametrize(("columns", "top_k"), [(1, 1), (3, 1), (3, 3), (9, 1), (9, 2), (16, 3), (40, 1), (40, 2)])
-@pytest.mark.parametrize("tokens", [0, 1, 130])
+@pytest.mark.parametrize("tokens", [0, 1, 130, 600])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_choices_of_a_router(dtype, tokens, columns, top_k):
-    logits_TJ = random(tokens, columns, dtype=dtype).requires_grad_()
-    ranked_TJ = logits_TJ.detach() + random(columns, dtype=dtype, seed=3)
-    assert native.takes(logits_TJ, ranked_TJ)
-    assert_same(lambda logits: choose(logits, ranked_TJ, top_k), [logits_TJ], DTYPES[dtype])
+def test_an_expert_router(dtype, tokens, columns, top_k):
+    x_TD = random(tokens, 13, dtype=dtype).requires_grad_()
+    weight_JD = nn.Parameter(random(columns, 13, dtype=dtype, seed=3))
+    bias_J = random(columns, dtype=torch.float32, seed=4)
+    assert native.takes(x_TD, weight_JD)
+    for bias in (None, bias_J):
+        assert_same(lambda x, weight, b=bias: route(x, weight, b, top_k), [x_TD, weight_JD], DTYPES[dtype] * 20)
 
 
-@pytest.mark.parametrize("part", [0, 2], ids=["scores", "gates"])
-def test_a_gradient_of_the_scores_or_of_the_gates_alone(part):
-    logits_TJ = random(20, 9).requires_grad_()
-    assert_same(lambda logits: (choose(logits, logits.detach(), 2)[part],), [logits_TJ], 1e-12)
+@pytest.mark.parametrize("parts", [(0,), (1,), (2,), (4,), (0, 4), (1, 2), (0, 1, 4)], ids=str)
+def test_an_expert_router_whose_outputs_are_used_in_part(parts):
+    """Of: stream, logits, scores, choices, gates."""
+    x_TD, weight_JD = random(20, 6).requires_grad_(), nn.Parameter(random(9, 6, seed=3))
+    leaves = [x_TD] if parts == (0,) else [x_TD, weight_JD]
+
+    def used(x, weight=weight_JD):
+        outputs = route(x, weight, None, 2)
+        return [outputs[part] for part in parts]
+
+    assert_same(used, leaves, 1e-12)
 
 
 def test_of_equal_columns_the_lower_is_chosen_first_and_infinite_ones_never_before_others():
     infinite = float("inf")
-    ranked_TJ = torch.tensor([[1.0, 2, 2, 1], [0, 0, 0, 0], [-infinite, 3, -infinite, infinite]])
-    _, choices_TK, _ = choose(torch.zeros(3, 4), ranked_TJ, 3)
-    assert choices_TK.tolist() == [[1, 2, 0], [0, 1, 2], [3, 1, 0]]
+    logits_TJ = torch.tensor([[1.0, 2, 2, 1], [0, 0, 0, 0]])
+    assert route_logits(logits_TJ, None, 3)[1].tolist() == [[1, 2, 0], [0, 1, 2]]
+    bias_J = torch.tensor([-infinite, 3, -infinite, infinite])
+    assert route_logits(torch.zeros(1, 4), bias_J, 3)[1].tolist() == [[3, 1, 0]]
 
 
 def test_a_logit_that_is_no_number_makes_all_scores_of_its_token_none():
-    logits_TJ = torch.tensor([[1.0, float("nan"), 0.0], [1.0, 0.0, 0.0]])
-    scores_TJ, choices_TK, _ = choose(logits_TJ, logits_TJ, 2)
+    x_TD = torch.tensor([[float("nan"), 1.0], [1.0, 0.0]])
+    _, _, scores_TJ, choices_TK, _ = route(x_TD, nn.Parameter(torch.ones(3, 2)), None, 2)
     assert scores_TJ[0].isnan().all() and not scores_TJ[1].isnan().any()
     assert ((choices_TK >= 0) & (choices_TK < 3)).all()
 
@@ -191,8 +212,8 @@ def test_what_they_do_not_take():
         RMSNorm(3, eps=1e-5)(x)
     with pytest.raises(RuntimeError, match="rotate: shapes must be"):
         native.rotate(torch.ones(2, 3, 1, 4), torch.ones(1, 3, 2), torch.ones(1, 3, 2))
-    with pytest.raises(RuntimeError, match="choose: shapes must be"):
-        native.choose(x, x, 5)
+    with pytest.raises(RuntimeError, match="route: shapes must be"):
+        native.route(x, x, None, 3)
     with pytest.raises(RuntimeError, match="cross_entropy: shapes must be"):
         native.cross_entropy(x, torch.zeros(3, dtype=torch.int64), NO_LABEL)
     with pytest.raises(RuntimeError, match="score_backward: shapes must be"):

@@ -21,7 +21,7 @@ from mode.accounting import depth_capacity
 from mode.config import DepthConfig, PredictorConfig, exact
 from mode.depth.noise import keyed_noise, noise_at
 from mode.depth.tokens import score_and_take, take_tokens
-from mode.layers import Float32Linear, at_least_float32
+from mode.layers import Scorer, at_least_float32
 from mode.routing import DepthRouting
 
 GATES: dict[str, Callable[[Tensor], Tensor]] = {
@@ -50,19 +50,16 @@ def pack(keep_BL: Tensor) -> tuple[Tensor, Tensor]:
     return order_BL[:, :num_slots], valid_BS
 
 
-class Scorer(Float32Linear):
+class DepthScorer(Scorer):
     """r = w . x, one number per token."""
 
     def __init__(self, width: int) -> None:
         super().__init__(width, 1)
 
     def forward(self, x_BLD: Tensor, keep: Callable[[Tensor], Tensor] | None = None) -> Any:
-        """The logits [B, L] or, with `keep`, all that `score_and_take` returns.
-
-        Both in here, because ZeRO-3 gathers a module's weights when it is called.
-        """
+        """The logits [B, L] or, with `keep`, all that `score_and_take` returns. Both in here, for ZeRO-3."""
         if keep is None:
-            return super().forward(x_BLD).squeeze(-1)
+            return self.logits(x_BLD).squeeze(-1)
         with torch.autocast(x_BLD.device.type, enabled=False):
             return score_and_take(x_BLD, self.weight, keep)
 
@@ -128,7 +125,7 @@ class LearnedRouter(DepthRouter):
 
     def __init__(self, config: DepthConfig, width: int) -> None:
         super().__init__(config)
-        self.scorer = Scorer(width)
+        self.scorer = DepthScorer(width)
         self.predictor = None if config.predictor is None else Predictor(config.predictor, width)
 
     def forward(self, x_BLD: Tensor, sample_keys_B: Tensor) -> Routed:
@@ -177,7 +174,7 @@ class TokenChoiceRouter(DepthRouter):
 
     def __init__(self, config: DepthConfig, width: int) -> None:
         super().__init__(config)
-        self.scorer = Scorer(width)
+        self.scorer = DepthScorer(width)
 
     def forward(self, x_BLD: Tensor, sample_keys_B: Tensor) -> Routed:
         logits_BL = self.scorer(x_BLD)

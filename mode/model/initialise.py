@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from mode.config import ModeConfig, ModelConfig
-from mode.layers import Float32Linear
+from mode.layers import Scorer
 from mode.moe.experts import Experts
 
 LOOKING_PAIRS = 6  # the fastest of a head's rotary pairs: few point at other places too, slow ones at all alike
@@ -25,7 +25,7 @@ def initialise(model: nn.Module, config: ModeConfig) -> None:
     for name, module in model.named_modules():
         if isinstance(module, nn.RMSNorm):
             module.weight.fill_(1.0)
-        elif isinstance(module, nn.Linear | nn.Embedding | Float32Linear):
+        elif isinstance(module, nn.Linear | nn.Embedding | Scorer):
             scale = residual_scale if _writes_to_the_stream(name) else 1.0
             if config.model.tied_head and name in ("embedding", "head"):
                 # At full size every token would predict itself: the logit of its own entry would be sqrt(D).

@@ -53,6 +53,6 @@ class MoELayer(nn.Module):
         self.shared = SharedExperts(width, config.num_shared * config.width) if config.num_shared else NoSharedExperts()
 
     def forward(self, x_TD: Tensor) -> tuple[Tensor, ExpertRouting]:
-        routing = self.router(x_TD)
+        x_TD, routing = self.router(x_TD)
         mixed_TD = self.dispatcher.mix(x_TD, routing, self.experts)
         return self.shared.add(mixed_TD, x_TD), routing

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from mode.accounting import expert_capacity
 from mode.config import BalanceBiasConfig, ExpertsConfig
-from mode.layers import Float32Linear
+from mode.layers import Scorer
 from mode.native import functions as native
 from mode.routing import ExpertRouting
 
@@ -45,15 +45,6 @@ def largest_columns(logits_TJ: Tensor, top_k: int) -> Tensor:
     return torch.cat(choices, dim=-1)
 
 
-def choose(logits_TJ: Tensor, ranked_TJ: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(the softmax of the logits [T, J]; the columns that rank highest [T, K]; the scores of those)."""
-    if native.takes(logits_TJ, ranked_TJ):
-        return native.choose(logits_TJ, ranked_TJ, top_k)
-    scores_TJ = logits_TJ.softmax(dim=-1)
-    choices_TK = largest_columns(ranked_TJ, top_k)
-    return scores_TJ, choices_TK, scores_TJ.gather(1, choices_TK)
-
-
 def within_capacity(choices_TK: Tensor, gates_TK: Tensor, num_columns: int, capacity: int) -> Tensor:
     """True where a choice is among its column's `capacity` largest gates; of equals, the earlier token."""
     by_gate_A = gates_TK.flatten().sort(descending=True, stable=True).indices
@@ -66,29 +57,44 @@ def within_capacity(choices_TK: Tensor, gates_TK: Tensor, num_columns: int, capa
     return inside_A.view_as(choices_TK)
 
 
+class ExpertScorer(Scorer):
+    """The logits of every token, and what follows from them alone."""
+
+    def forward(self, x_TD: Tensor, bias_J: Tensor | None, top_k: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """(x, to go on with; logits [T, J]; their softmax; the columns largest with the bias [T, K]; their scores)."""
+        if native.takes(x_TD, self.weight):
+            return native.route(x_TD, self.weight, bias_J, top_k)
+        logits_TJ = self.logits(x_TD)
+        scores_TJ = logits_TJ.softmax(dim=-1)
+        ranked_TJ = logits_TJ.detach() if bias_J is None else logits_TJ.detach() + bias_J
+        choices_TK = largest_columns(ranked_TJ, top_k)
+        return x_TD, logits_TJ, scores_TJ, choices_TK, scores_TJ.gather(1, choices_TK)
+
+
 class ExpertRouter(nn.Module):
     """Chooses by the logits alone."""
+
+    bias_J: Tensor | None
 
     def __init__(self, config: ExpertsConfig, width: int) -> None:
         super().__init__()
         self.config = config
-        self.scorer = Float32Linear(width, config.num_columns)
+        self.register_buffer("bias_J", None)
+        self.scorer = ExpertScorer(width, config.num_columns)
         self.to_gates: Callable[[Tensor], Tensor] = _share_of_choices if config.renormalize else _as_they_are
         self.limit: Callable[[Tensor, Tensor, Tensor], Tensor] = (
             _no_limit if config.capacity_factor is None else self._limit
         )
 
-    def forward(self, x_TD: Tensor) -> ExpertRouting:
-        logits_TJ = self.scorer(x_TD)
-        scores_TJ, choices_TK, chosen_TK = choose(logits_TJ, self.selection_logits(logits_TJ), self.config.top_k)
+    def forward(self, x_TD: Tensor) -> tuple[Tensor, ExpertRouting]:
+        """(x, to go on with; the routing of every token)."""
+        x_TD, logits_TJ, scores_TJ, choices_TK, chosen_TK = self.scorer(x_TD, self.bias_J, self.config.top_k)
         gates_TK = self.to_gates(chosen_TK)
         processed_TK = choices_TK < self.config.num_experts
         if self.training:  # evaluation and sampling drop nothing
             processed_TK = self.limit(processed_TK, choices_TK, gates_TK)
-        return ExpertRouting(self.config.num_experts, logits_TJ, scores_TJ, choices_TK, gates_TK, processed_TK)
-
-    def selection_logits(self, logits_TJ: Tensor) -> Tensor:
-        return logits_TJ.detach()
+        routing = ExpertRouting(self.config.num_experts, logits_TJ, scores_TJ, choices_TK, gates_TK, processed_TK)
+        return x_TD, routing
 
     def _limit(self, processed_TK: Tensor, choices_TK: Tensor, gates_TK: Tensor) -> Tensor:
         config = self.config
@@ -124,9 +130,6 @@ class BiasedExpertRouter(ExpertRouter):
         super().__init__(config, width)
         self.rate = balance.rate
         self.register_buffer("bias_J", torch.zeros(config.num_columns, dtype=torch.float32))
-
-    def selection_logits(self, logits_TJ: Tensor) -> Tensor:
-        return logits_TJ.detach() + self.bias_J
 
     @torch.no_grad()
     def move_bias(self, counts_J: Tensor) -> None:

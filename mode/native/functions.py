@@ -53,10 +53,15 @@ def rotate(x_BSNH: Tensor, cos_BSH: Tensor, sin_BSH: Tensor) -> Tensor:
     return turned_BSNH
 
 
-def choose(logits_TJ: Tensor, ranked_TJ: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(the softmax of the logits; the K columns that rank highest, of equals the lower; the scores of those)."""
-    chosen: tuple[Tensor, Tensor, Tensor] = _Choose.apply(logits_TJ, ranked_TJ, top_k)
-    return chosen
+def route(
+    x_TD: Tensor, weight_JD: Tensor, bias_J: Tensor | None, top_k: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(x, to go on with; logits x weight^T; their softmax; the K columns largest with the bias; the scores of those).
+
+    Of equal columns the lower. All uses of x in one, so that backward is one pass over it.
+    """
+    routed: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] = _Route.apply(x_TD, weight_JD, bias_J, top_k)
+    return routed
 
 
 def score_backward(grad_TD: Tensor, grad_score_T: Tensor, x_TD: Tensor, weight_D: Tensor) -> tuple[Tensor, Tensor]:
@@ -125,30 +130,38 @@ def _heads_together(x_BSNH: Tensor) -> Tensor:
     return x_BSNH if x_BSNH.stride()[2:] == (x_BSNH.shape[3], 1) else x_BSNH.contiguous()
 
 
-class _Choose(torch.autograd.Function):
+class _Route(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits_TJ: Tensor, ranked_TJ: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
-        scores_TJ, choices_TK, gates_TK = torch.ops.deepspeed_mode.choose(
-            logits_TJ.contiguous(), ranked_TJ.contiguous(), top_k
-        )
+    def forward(
+        ctx: Any, x_TD: Tensor, weight_JD: Tensor, bias_J: Tensor | None, top_k: int
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        inputs = x_TD.contiguous(), weight_JD.contiguous()
+        bias_J = None if bias_J is None else bias_J.to(x_TD.dtype).contiguous()
+        logits_TJ, scores_TJ, choices_TK, gates_TK = torch.ops.deepspeed_mode.route(*inputs, bias_J, top_k)
         ctx.mark_non_differentiable(choices_TK)
-        ctx.set_materialize_grads(False)  # mostly nobody but the gates is asked for a gradient
-        ctx.save_for_backward(scores_TJ, choices_TK)
-        return scores_TJ, choices_TK, gates_TK
+        ctx.set_materialize_grads(False)  # without a loss of their own logits and scores have none
+        ctx.save_for_backward(*inputs, scores_TJ, choices_TK)
+        return x_TD.view_as(x_TD), logits_TJ, scores_TJ, choices_TK, gates_TK
 
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: Any, grad_scores_TJ: Tensor | None, _: None, grad_gates_TK: Tensor | None
-    ) -> tuple[Tensor, None, None]:
-        scores_TJ, choices_TK = ctx.saved_tensors
-        if grad_gates_TK is None:
-            grad_gates_TK = scores_TJ.new_zeros(choices_TK.shape)
-        grad_scores_TJ = None if grad_scores_TJ is None else grad_scores_TJ.contiguous()
-        grad_logits_TJ = torch.ops.deepspeed_mode.choose_backward(
-            grad_gates_TK.contiguous(), scores_TJ, choices_TK, grad_scores_TJ
+        ctx: Any,
+        grad_TD: Tensor | None,
+        grad_logits_TJ: Tensor | None,
+        grad_scores_TJ: Tensor | None,
+        _: None,
+        grad_gates_TK: Tensor | None,
+    ) -> tuple[Tensor, Tensor, None, None]:
+        x_TD, weight_JD, scores_TJ, choices_TK = ctx.saved_tensors  # which can be asked for once only
+        grad_x_TD, grad_weight_JD = torch.ops.deepspeed_mode.route_backward(
+            torch.zeros_like(x_TD) if grad_TD is None else grad_TD.contiguous(),
+            scores_TJ.new_zeros(choices_TK.shape) if grad_gates_TK is None else grad_gates_TK.contiguous(),
+            None if grad_scores_TJ is None else grad_scores_TJ.contiguous(),
+            None if grad_logits_TJ is None else grad_logits_TJ.contiguous(),
+            *(x_TD, weight_JD, scores_TJ, choices_TK),
         )
-        return grad_logits_TJ, None, None
+        return grad_x_TD, grad_weight_JD, None, None
 
 
 class _CrossEntropy(torch.autograd.Function):

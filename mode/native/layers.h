@@ -5,6 +5,7 @@
 #include <cmath>
 #include <optional>
 #include <tuple>
+#include <vector>
 
 #include <ATen/cpu/vec/functional.h>
 
@@ -101,21 +102,27 @@ Tensor rotate(const Tensor& x_BSNH, const Tensor& cos_BSH, const Tensor& sin_BSH
   return out_BSNH;
 }
 
-// ---- The choices of a router ----
+// ---- An expert router ----
 
-// (scores_TJ, choices_TK, gates_TK): the softmax of the logits; the K columns with the largest `ranked`, best first, of
-// equals the lower one; the scores of those.
+constexpr int64_t PIECE = 256;  // tokens that stay in a core's cache until all is done with them
+
+// (logits_TJ, scores_TJ, choices_TK, gates_TK): x weight^T; their softmax; the K columns with the largest logits, plus
+// `bias_J` if there is one, best first, of equals the lower one; the scores of those.
 template <class T>
-std::tuple<Tensor, Tensor, Tensor> choose(const Tensor& logits_TJ, const Tensor& ranked_TJ, int64_t top_k) {
+std::tuple<Tensor, Tensor, Tensor, Tensor> route(const Tensor& x_TD, const Tensor& weight_JD,
+                                                 const std::optional<Tensor>& bias_J, int64_t top_k) {
   using V = at::vec::Vectorized<T>;
-  const int64_t tokens = logits_TJ.size(0), columns = logits_TJ.size(1);
-  Tensor scores_TJ = at::empty_like(logits_TJ), gates_TK = at::empty({tokens, top_k}, logits_TJ.options());
-  Tensor choices_TK = at::empty({tokens, top_k}, logits_TJ.options().dtype(at::kLong));
-  const T *all_logits = logits_TJ.const_data_ptr<T>(), *all_ranked = ranked_TJ.const_data_ptr<T>();
+  const int64_t tokens = x_TD.size(0), columns = weight_JD.size(0);
+  Tensor logits_TJ = at::empty({tokens, columns}, x_TD.options()), scores_TJ = at::empty_like(logits_TJ);
+  Tensor gates_TK = at::empty({tokens, top_k}, x_TD.options());
+  Tensor choices_TK = at::empty({tokens, top_k}, x_TD.options().dtype(at::kLong));
+  const std::vector<T> no_bias(columns, T(0));
+  const T* bias = bias_J ? bias_J->const_data_ptr<T>() : no_bias.data();
+  const T* all_logits = logits_TJ.const_data_ptr<T>();
   T *all_scores = scores_TJ.mutable_data_ptr<T>(), *gates = gates_TK.mutable_data_ptr<T>();
   int64_t* choices = choices_TK.mutable_data_ptr<int64_t>();
-  for_each_row(tokens, [&](int64_t t) {
-    const T *logits = all_logits + t * columns, *ranked = all_ranked + t * columns;
+  auto choose = [&](int64_t t) {
+    const T* logits = all_logits + t * columns;
     T* scores = all_scores + t * columns;
     const V largest(*std::max_element(logits, logits + columns));
     for (int64_t j = 0; j < columns; j += V::size()) {
@@ -129,37 +136,63 @@ std::tuple<Tensor, Tensor, Tensor> choose(const Tensor& logits_TJ, const Tensor&
       int64_t best = -1;
       for (int64_t j = 0; j < columns; j++) {
         const bool is_new = k == 0 || std::find(chosen, chosen + k, j) == chosen + k;
-        best = is_new && (best < 0 || ranked[j] > ranked[best]) ? j : best;
+        best = is_new && (best < 0 || logits[j] + bias[j] > logits[best] + bias[best]) ? j : best;
       }
       chosen[k] = best;
       gates[t * top_k + k] = scores[best];
     }
+  };
+  at::parallel_for(0, (tokens + PIECE - 1) / PIECE, 1, [&](int64_t begin, int64_t end) {
+    at::AutoDispatchBelowADInplaceOrView without_autograd;  // every thread has a state of its own
+    for (int64_t first = begin * PIECE; first < std::min(tokens, end * PIECE); first += PIECE) {
+      const int64_t rows = std::min(PIECE, tokens - first);
+      Tensor logits_NJ = logits_TJ.narrow(0, first, rows);
+      at::mm_out(logits_NJ, x_TD.narrow(0, first, rows), weight_JD.t());
+      for (int64_t t = first; t < first + rows; t++) choose(t);
+    }
   });
-  return {scores_TJ, choices_TK, gates_TK};
+  return {logits_TJ, scores_TJ, choices_TK, gates_TK};
 }
 
-// The gradient of the logits. That of the scores is often none at all.
+// The gradients of x, that of its other uses (`grad_TD`) included, and of weight, from those of the gates and, if there
+// are any, of scores and logits.
 template <class T>
-Tensor choose_backward(const Tensor& grad_gates_TK, const Tensor& scores_TJ, const Tensor& choices_TK,
-                       const std::optional<Tensor>& grad_scores_TJ) {
-  const int64_t tokens = scores_TJ.size(0), columns = scores_TJ.size(1), top_k = choices_TK.size(1);
-  Tensor grad_logits_TJ = at::empty_like(scores_TJ);
-  const T* all_grads = grad_scores_TJ.has_value() ? grad_scores_TJ->const_data_ptr<T>() : nullptr;
+std::tuple<Tensor, Tensor> route_backward(const Tensor& grad_TD, const Tensor& grad_gates_TK,
+                                          const std::optional<Tensor>& grad_scores_TJ,
+                                          const std::optional<Tensor>& grad_logits_TJ, const Tensor& x_TD,
+                                          const Tensor& weight_JD, const Tensor& scores_TJ, const Tensor& choices_TK) {
+  const int64_t tokens = x_TD.size(0), columns = weight_JD.size(0), top_k = choices_TK.size(1);
+  const int64_t cores = std::clamp<int64_t>(tokens / PIECE, 1, at::get_num_threads());
+  Tensor grad_x_TD = at::empty_like(x_TD), grad_weight_CJD = at::zeros({cores, columns, x_TD.size(1)}, x_TD.options());
+  const T* grad_scores = grad_scores_TJ ? grad_scores_TJ->const_data_ptr<T>() : nullptr;
+  const T* grad_logits = grad_logits_TJ ? grad_logits_TJ->const_data_ptr<T>() : nullptr;
   const T *grad_gates = grad_gates_TK.const_data_ptr<T>(), *all_scores = scores_TJ.const_data_ptr<T>();
   const int64_t* choices = choices_TK.const_data_ptr<int64_t>();
-  T* to = grad_logits_TJ.mutable_data_ptr<T>();
-  for_each_row(tokens, [&](int64_t t) {
+  auto to_logits = [&](int64_t t, T* grad) {
     const T* scores = all_scores + t * columns;
-    T *out = to + t * columns, mean = 0;
-    if (all_grads == nullptr)
-      std::fill(out, out + columns, T(0));
-    else
-      std::copy(all_grads + t * columns, all_grads + (t + 1) * columns, out);
-    for (int64_t a = t * top_k; a < (t + 1) * top_k; a++) out[choices[a]] += grad_gates[a];
-    for (int64_t j = 0; j < columns; j++) mean += out[j] * scores[j];
-    for (int64_t j = 0; j < columns; j++) out[j] = (out[j] - mean) * scores[j];
+    for (int64_t j = 0; j < columns; j++) grad[j] = grad_scores ? grad_scores[t * columns + j] : T(0);
+    for (int64_t a = t * top_k; a < (t + 1) * top_k; a++) grad[choices[a]] += grad_gates[a];
+    const T mean = std::inner_product(grad, grad + columns, scores, T(0));
+    for (int64_t j = 0; j < columns; j++)
+      grad[j] = (grad[j] - mean) * scores[j] + (grad_logits ? grad_logits[t * columns + j] : T(0));
+  };
+  at::parallel_for(0, cores, 1, [&](int64_t begin, int64_t end) {
+    at::AutoDispatchBelowADInplaceOrView without_autograd;
+    Tensor grad_PJ = at::empty({PIECE, columns}, x_TD.options());
+    for (int64_t c = begin; c < end; c++) {
+      Tensor grad_weight_JD = grad_weight_CJD[c];
+      const int64_t last = tokens * (c + 1) / cores;
+      for (int64_t first = tokens * c / cores; first < last; first += PIECE) {
+        const int64_t rows = std::min(PIECE, last - first);
+        Tensor grad_NJ = grad_PJ.narrow(0, 0, rows), grad_x_ND = grad_x_TD.narrow(0, first, rows);
+        T* grad = grad_NJ.mutable_data_ptr<T>();
+        for (int64_t r = 0; r < rows; r++) to_logits(first + r, grad + r * columns);
+        at::addmm_out(grad_weight_JD, grad_weight_JD, grad_NJ.t(), x_TD.narrow(0, first, rows));
+        at::addmm_out(grad_x_ND, grad_TD.narrow(0, first, rows), grad_NJ, weight_JD);
+      }
+    }
   });
-  return grad_logits_TJ;
+  return {grad_x_TD, grad_weight_CJD.sum(0)};
 }
 
 // ---- The score of a depth router: x . weight ----

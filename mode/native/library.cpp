@@ -51,17 +51,21 @@ TORCH_LIBRARY(deepspeed_mode, library) {
                       "rotate", "[B, S, N, H], and [B, S, H / 2] for cosines and sines");
                 return BY_TYPE(rotate, x, cos, sin, back);
               });
-  library.def("choose(Tensor logits, Tensor ranked, int top_k) -> (Tensor, Tensor, Tensor)",
-              [](const Tensor& logits, const Tensor& ranked, int64_t top_k) {
-                check(logits.dim() == 2 && is(ranked, logits.sizes()) && 0 < top_k && top_k <= logits.size(1), "choose",
-                      "[T, J] for both, with as many columns as choices");
-                return BY_TYPE(choose, logits, ranked, top_k);
+  library.def("route(Tensor x, Tensor weight, Tensor? bias, int top_k) -> (Tensor, Tensor, Tensor, Tensor)",
+              [](const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias, int64_t top_k) {
+                check(x.dim() == 2 && weight.dim() == 2 && weight.size(1) == x.size(1) &&
+                          (!bias || is(*bias, {weight.size(0)})) && 0 < top_k && top_k <= weight.size(0),
+                      "route", "tokens [T, D], weights [J, D] and a bias [J], with as many columns as choices");
+                return BY_TYPE(route, x, weight, bias, top_k);
               });
-  library.def("choose_backward(Tensor grad_gates, Tensor scores, Tensor choices, Tensor? grad_scores) -> Tensor",
-              [](const Tensor& grad_gates, const Tensor& scores, const Tensor& choices,
-                 const std::optional<Tensor>& grad_scores) {
-                return BY_TYPE(choose_backward, grad_gates, scores, choices, grad_scores);
-              });
+  library.def(
+      "route_backward(Tensor grad, Tensor grad_gates, Tensor? grad_scores, Tensor? grad_logits, Tensor x, Tensor "
+      "weight, Tensor scores, Tensor choices) -> (Tensor, Tensor)",
+      [](const Tensor& grad, const Tensor& grad_gates, const std::optional<Tensor>& grad_scores,
+         const std::optional<Tensor>& grad_logits, const Tensor& x, const Tensor& weight, const Tensor& scores,
+         const Tensor& choices) {
+        return BY_TYPE(route_backward, grad, grad_gates, grad_scores, grad_logits, x, weight, scores, choices);
+      });
   library.def("score_backward(Tensor grad, Tensor grad_score, Tensor x, Tensor weight) -> (Tensor, Tensor)",
               [](const Tensor& grad, const Tensor& grad_score, const Tensor& x, const Tensor& weight) {
                 check(x.dim() == 2 && is(grad, x.sizes()) && is(grad_score, {x.size(0)}) && is(weight, {x.size(1)}),

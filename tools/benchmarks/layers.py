@@ -151,7 +151,7 @@ def hold_share(layer: MoELayer, share: float, x_TD: Tensor) -> None:
     while high - low > 1e-5:
         middle = (low + high) / 2
         router.bias_J[router.config.num_experts :] = middle
-        no_op = router(x_TD).num_no_op().item() / (len(x_TD) * router.config.top_k)
+        no_op = router(x_TD)[1].num_no_op().item() / (len(x_TD) * router.config.top_k)
         low, high = (middle, high) if no_op < share else (low, middle)
 
 
