@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from mode.depth.router import largest
 from mode.depth.tokens import score_and_take
 from mode.layers import RMSNorm
 from mode.losses import NO_LABEL, cross_entropy, token_losses
-from mode.model.rope import rope_tables, rotate
+from mode.model.rope import rope_tables, rotate_heads
 from mode.moe.router import ExpertScorer
 from mode.native import functions as native
 from tests.helpers import needs_kernels
@@ -79,10 +80,30 @@ def test_rms_norm_of_a_part_of_wider_rows_and_of_zeros():
 def test_rotary_positions(dtype, rows_share_tables, head_width):
     positions = torch.arange(70).unsqueeze(0) if rows_share_tables else torch.arange(140).view(2, 70)
     cos, sin = (t.expand(2, -1, -1) for t in rope_tables(positions, head_width, 1e4, dtype))
-    heads = random(2, 70, 5, head_width, dtype=dtype).requires_grad_()
-    assert native.takes(heads, cos, sin)
-    assert_same(lambda x: (rotate(x[:, :, :3], cos, sin),), [heads], DTYPES[dtype])  # a part of wider tokens
-    assert_same(lambda x: (rotate(x.transpose(1, 2).contiguous().transpose(1, 2), cos, sin),), [heads], DTYPES[dtype])
+    wide = random(2, 70, 9, head_width, dtype=dtype).requires_grad_()
+    assert native.takes(wide, cos, sin)
+    for layout in (
+        lambda x: x[:, :, 1:8],  # a part of wider tokens
+        lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+        lambda x: x.transpose(2, 3).contiguous().transpose(2, 3),  # a head's numbers lie apart
+    ):
+        for num_kv_heads in (1, 2, 3):
+            assert_same(lambda x, put=layout, n=num_kv_heads: rotate_heads(put(x), cos, sin, n), [wide], DTYPES[dtype])
+
+
+def test_rotary_positions_of_gradients_that_lie_as_attention_leaves_them():
+    """Head by head instead of token by token; and no gradient at all of the keys."""
+    cos, sin = rope_tables(torch.arange(10).unsqueeze(0), 8, 1e4, torch.float64)
+    heads = random(1, 10, 4, 8).requires_grad_()
+
+    def attended(x):
+        q, k, v = rotate_heads(x, cos, sin, 1)
+        return (
+            F.scaled_dot_product_attention(*(part.transpose(1, 2) for part in (q, k.expand_as(q), v.expand_as(q)))),
+        )
+
+    assert_same(attended, [heads], 1e-12)
+    assert_same(lambda x: rotate_heads(x, cos, sin, 1)[0::2], [heads], 1e-12)
 
 
 def route(x_TD, weight_JD, bias_J, top_k):
@@ -211,7 +232,7 @@ def test_what_they_do_not_take():
     with pytest.raises(RuntimeError, match=r"rms_norm: shapes must be \[T, D\] and \[D\]"):
         RMSNorm(3, eps=1e-5)(x)
     with pytest.raises(RuntimeError, match="rotate: shapes must be"):
-        native.rotate(torch.ones(2, 3, 1, 4), torch.ones(1, 3, 2), torch.ones(1, 3, 2))
+        native.rotate_heads(torch.ones(2, 3, 3, 4), torch.ones(1, 3, 2), torch.ones(1, 3, 2), 1)
     with pytest.raises(RuntimeError, match="route: shapes must be"):
         native.route(x, x, None, 3)
     with pytest.raises(RuntimeError, match="cross_entropy: shapes must be"):

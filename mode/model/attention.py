@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mode.config import ModelConfig
-from mode.model.rope import rotate
+from mode.model.rope import rotate_heads
 from mode.placement import Placement
 
 
@@ -42,7 +42,5 @@ class Attention(nn.Module):
 
     def forward(self, x_BSD: Tensor, placement: Placement, attend: Attend = attend_causally) -> Tensor:
         heads_BSNH = self.qkv(x_BSD).unflatten(-1, (-1, self.head_width))
-        turning, v_BSGH = heads_BSNH.split([self.num_heads + self.num_kv_heads, self.num_kv_heads], dim=2)
-        turned = rotate(turning, placement.cos_BSH, placement.sin_BSH)
-        q_BSNH, k_BSGH = turned.split([self.num_heads, self.num_kv_heads], dim=2)
+        q_BSNH, k_BSGH, v_BSGH = rotate_heads(heads_BSNH, placement.cos_BSH, placement.sin_BSH, self.num_kv_heads)
         return self.out(attend(q_BSNH, k_BSGH, v_BSGH, placement).flatten(2))

@@ -47,10 +47,12 @@ def rms_norm(x_XD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     return normed_XD
 
 
-def rotate(x_BSNH: Tensor, cos_BSH: Tensor, sin_BSH: Tensor) -> Tensor:
-    """Turns each pair (i, i + head_width / 2) of a head by its token's angle."""
-    turned_BSNH: Tensor = _Rotate.apply(x_BSNH, cos_BSH, sin_BSH)
-    return turned_BSNH
+def rotate_heads(
+    heads_BSNH: Tensor, cos_BSH: Tensor, sin_BSH: Tensor, num_kv_heads: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(queries, keys, values) of heads in that order, the first two turned by their tokens' angles."""
+    turned: tuple[Tensor, Tensor, Tensor] = _RotateHeads.apply(heads_BSNH, cos_BSH, sin_BSH, num_kv_heads)
+    return turned
 
 
 def route(
@@ -113,21 +115,26 @@ class _RMSNorm(torch.autograd.Function):
         return grad_x_TD.view(grad_XD.shape), grad_weight_D, None
 
 
-class _Rotate(torch.autograd.Function):
+class _RotateHeads(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_BSNH: Tensor, cos_BSH: Tensor, sin_BSH: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, heads_BSNH: Tensor, cos_BSH: Tensor, sin_BSH: Tensor, num_kv_heads: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.save_for_backward(cos_BSH, sin_BSH)
-        return torch.ops.deepspeed_mode.rotate(_heads_together(x_BSNH), cos_BSH, sin_BSH, False)
+        turning, v_BSGH = heads_BSNH[:, :, :-num_kv_heads], heads_BSNH[:, :, -num_kv_heads:]
+        turned = torch.ops.deepspeed_mode.rotate(_heads_whole(turning), cos_BSH, sin_BSH)
+        return turned[:, :, :-num_kv_heads], turned[:, :, -num_kv_heads:], v_BSGH
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_BSNH: Tensor) -> tuple[Tensor, None, None]:
-        return torch.ops.deepspeed_mode.rotate(_heads_together(grad_BSNH), *ctx.saved_tensors, True), None, None
+    def backward(ctx: Any, *grads_BSNH: Tensor) -> tuple[Tensor, None, None, None]:
+        grads = (_heads_whole(grad) for grad in grads_BSNH)
+        return torch.ops.deepspeed_mode.rotate_backward(*grads, *ctx.saved_tensors), None, None, None
 
 
-def _heads_together(x_BSNH: Tensor) -> Tensor:
-    """The heads of a token must lie side by side; a part of wider tokens will do."""
-    return x_BSNH if x_BSNH.stride()[2:] == (x_BSNH.shape[3], 1) else x_BSNH.contiguous()
+def _heads_whole(x_BSNH: Tensor) -> Tensor:
+    """The numbers of a head must lie side by side; heads and tokens may lie anywhere."""
+    return x_BSNH if x_BSNH.stride(3) == 1 else x_BSNH.contiguous()
 
 
 class _Route(torch.autograd.Function):

@@ -71,33 +71,62 @@ std::tuple<Tensor, Tensor> rms_norm_backward(const Tensor& grad_TD, const Tensor
 
 // ---- Rotary positions ----
 
-// Turns each pair (i, i + H / 2) of a head by its token's angle, or back. The heads of a token lie side by side; from
-// one token to the next there may be a gap.
+// Turns each pair (i, i + half) of one head by its token's angle, or back.
 template <class T>
-Tensor rotate(const Tensor& x_BSNH, const Tensor& cos_BSH, const Tensor& sin_BSH, bool back) {
+void turn(const T* x, const T* cos, const T* sin, T sign, T* out, int64_t half) {
   using V = at::vec::Vectorized<T>;
-  const int64_t slots = x_BSNH.size(1), heads = x_BSNH.size(2), half = x_BSNH.size(3) / 2;
+  for (int64_t i = 0; i < half; i += V::size()) {
+    const int64_t n = std::min<int64_t>(V::size(), half - i);
+    const V first = V::loadu(x + i, n), second = V::loadu(x + half + i, n);
+    const V cosine = V::loadu(cos + i, n), sine = V::loadu(sin + i, n) * V(sign);
+    (first * cosine - second * sine).store(out + i, n);
+    (second * cosine + first * sine).store(out + half + i, n);
+  }
+}
+
+// A grid of B rows of S tokens, of which each has a row of numbers, or heads. Only a head's, or a row's, lie side by side.
+template <class T>
+struct Grid {
+  const T* data;
+  int64_t row, token, head;
+
+  explicit Grid(const Tensor& x)
+      : data(x.const_data_ptr<T>()), row(x.stride(0)), token(x.stride(1)), head(x.dim() == 4 ? x.stride(2) : 0) {}
+
+  const T* at(int64_t b, int64_t s, int64_t n = 0) const { return data + b * row + s * token + n * head; }
+};
+
+template <class T>
+Tensor rotate(const Tensor& x_BSNH, const Tensor& cos_BSH, const Tensor& sin_BSH) {
+  const int64_t slots = x_BSNH.size(1), heads = x_BSNH.size(2), width = x_BSNH.size(3);
   Tensor out_BSNH = at::empty(x_BSNH.sizes(), x_BSNH.options());
-  const T *from = x_BSNH.const_data_ptr<T>(), *all_cos = cos_BSH.const_data_ptr<T>(),
-          *all_sin = sin_BSH.const_data_ptr<T>();
+  const Grid<T> x(x_BSNH), cos(cos_BSH), sin(sin_BSH);
   T* to = out_BSNH.mutable_data_ptr<T>();
-  const V sign(back ? -1 : 1);
   for_each_row(x_BSNH.size(0) * slots, [&](int64_t t) {
     const int64_t b = t / slots, s = t % slots;
-    const T* token = from + b * x_BSNH.stride(0) + s * x_BSNH.stride(1);
-    const T* cos = all_cos + b * cos_BSH.stride(0) + s * cos_BSH.stride(1);
-    const T* sin = all_sin + b * sin_BSH.stride(0) + s * sin_BSH.stride(1);
-    for (int64_t h = 0; h < heads; h++) {
-      const T* x = token + h * 2 * half;
-      T* out = to + (t * heads + h) * 2 * half;
-      for (int64_t i = 0; i < half; i += V::size()) {
-        const int64_t n = std::min<int64_t>(V::size(), half - i);
-        const V first = V::loadu(x + i, n), second = V::loadu(x + half + i, n);
-        const V cosine = V::loadu(cos + i, n), sine = V::loadu(sin + i, n) * sign;
-        (first * cosine - second * sine).store(out + i, n);
-        (second * cosine + first * sine).store(out + half + i, n);
-      }
-    }
+    for (int64_t n = 0; n < heads; n++)
+      turn<T>(x.at(b, s, n), cos.at(b, s), sin.at(b, s), 1, to + (t * heads + n) * width, width / 2);
+  });
+  return out_BSNH;
+}
+
+// The gradient of all heads, [B, S, N + G + G, H], from those of turned queries, turned keys and values.
+template <class T>
+Tensor rotate_backward(const Tensor& grad_q_BSNH, const Tensor& grad_k_BSGH, const Tensor& grad_v_BSGH,
+                       const Tensor& cos_BSH, const Tensor& sin_BSH) {
+  const int64_t rows = grad_q_BSNH.size(0), slots = grad_q_BSNH.size(1), width = grad_q_BSNH.size(3);
+  const int64_t num_q = grad_q_BSNH.size(2), num_k = grad_k_BSGH.size(2), heads = num_q + 2 * num_k;
+  Tensor out_BSNH = at::empty({rows, slots, heads, width}, grad_q_BSNH.options());
+  const Grid<T> q(grad_q_BSNH), k(grad_k_BSGH), v(grad_v_BSGH), cos(cos_BSH), sin(sin_BSH);
+  T* to = out_BSNH.mutable_data_ptr<T>();
+  for_each_row(rows * slots, [&](int64_t t) {
+    const int64_t b = t / slots, s = t % slots;
+    T* out = to + t * heads * width;
+    for (int64_t n = 0; n < num_q; n++, out += width)
+      turn<T>(q.at(b, s, n), cos.at(b, s), sin.at(b, s), -1, out, width / 2);
+    for (int64_t n = 0; n < num_k; n++, out += width)
+      turn<T>(k.at(b, s, n), cos.at(b, s), sin.at(b, s), -1, out, width / 2);
+    for (int64_t n = 0; n < num_k; n++, out += width) std::copy_n(v.at(b, s, n), width, out);
   });
   return out_BSNH;
 }

@@ -44,13 +44,17 @@ TORCH_LIBRARY(deepspeed_mode, library) {
               [](const Tensor& grad, const Tensor& x, const Tensor& weight, const Tensor& scale) {
                 return BY_TYPE(rms_norm_backward, grad, x, weight, scale);
               });
-  library.def("rotate(Tensor x, Tensor cos, Tensor sin, bool back) -> Tensor",
-              [](const Tensor& x, const Tensor& cos, const Tensor& sin, bool back) {
-                check(x.dim() == 4 && x.size(3) % 2 == 0 && is(cos, {x.size(0), x.size(1), x.size(3) / 2}) &&
-                          is(sin, cos.sizes()) && cos.stride(2) == 1 && sin.stride(2) == 1,
+  library.def("rotate(Tensor x, Tensor cos, Tensor sin) -> Tensor",
+              [](const Tensor& x, const Tensor& cos, const Tensor& sin) {
+                check(x.dim() == 4 && x.size(3) % 2 == 0 && x.stride(3) == 1 &&
+                          is(cos, {x.size(0), x.size(1), x.size(3) / 2}) && is(sin, cos.sizes()) &&
+                          cos.stride(2) == 1 && sin.stride(2) == 1,
                       "rotate", "[B, S, N, H], and [B, S, H / 2] for cosines and sines");
-                return BY_TYPE(rotate, x, cos, sin, back);
+                return BY_TYPE(rotate, x, cos, sin);
               });
+  library.def("rotate_backward(Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor cos, Tensor sin) -> Tensor",
+              [](const Tensor& grad_q, const Tensor& grad_k, const Tensor& grad_v, const Tensor& cos,
+                 const Tensor& sin) { return BY_TYPE(rotate_backward, grad_q, grad_k, grad_v, cos, sin); });
   library.def("route(Tensor x, Tensor weight, Tensor? bias, int top_k) -> (Tensor, Tensor, Tensor, Tensor)",
               [](const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias, int64_t top_k) {
                 check(x.dim() == 2 && weight.dim() == 2 && weight.size(1) == x.size(1) &&
