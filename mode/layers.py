@@ -23,7 +23,7 @@ class Scorer(nn.Module):
     """The weights of a router, which scores in float32 whatever the model's precision.
 
     A module of its own, whose `forward` returns tensors: ZeRO-3 gathers a module's parameters when it is called, and
-    for backward only if it finds tensors among the outputs; a router's output is a record.
+    for backward only if it finds tensors among the outputs, where it does not look into records.
     """
 
     def __init__(self, width: int, out_width: int) -> None:

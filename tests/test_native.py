@@ -120,6 +120,31 @@ def test_results_are_the_same_every_time_whichever_core_takes_what():
         assert all(torch.equal(a, b) for a, b in zip(results("native"), first, strict=True))
 
 
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("favourite", [0.0, 3.0], ids=["even", "one expert has most"])
+@pytest.mark.parametrize("top_k", [1, 2])
+def test_many_tokens_that_no_expert_has(top_k, favourite, threads):
+    """Several pieces of idle tokens, which are cleared by whichever core is free."""
+    found = []
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    for backend in ("native", "loop"):
+        no_ops = {"num_no_ops": 2, "no_op_fraction": 0.7, "balance_bias": {}}
+        config = make_config(experts={"backend": backend, "num_experts": 6, "top_k": top_k, **no_ops})
+        layer = spread_weights(MoELayer(config.experts, config.model.width))
+        layer.router.bias_J[0] = favourite
+        layer.router.bias_J[-2:] = 2.0
+        x_TD = torch.randn(1500, 16, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        torch.empty(1500 * 16).fill_(float("nan"))  # what is not cleared may have been this
+        out_TD, routing = layer(x_TD)
+        assert routing.num_no_op() > 512
+        out_TD.square().sum().backward()
+        found.append([out_TD.detach(), x_TD.grad, *(parameter.grad for parameter in layer.parameters())])
+    torch.set_num_threads(before)
+    for ours, expected in zip(*found, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
+
+
 def make_layer(**experts):
     config = make_config(experts={"num_experts": 3, "top_k": 3, **experts})
     return spread_weights(MoELayer(config.experts, config.model.width))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from mode.depth.router import largest
@@ -33,24 +36,22 @@ def random(*shape, dtype=torch.float64, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
-def in_torch(function):
-    """The twin: what counts operations must see them."""
+class InTorch(TorchDispatchMode):
+    """The twins, in backward too: who watches operations must see them."""
 
-    def compute(*given):
-        with FlopCounterMode(display=False):
-            return function(*given)
-
-    return compute
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
 
 
 def assert_same(function, leaves, tolerance):
     """Outputs, and the gradients of `leaves` for random gradients of the outputs."""
     found = []
-    for compute in (function, in_torch(function)):
-        outputs = compute(*leaves)
-        differentiable = [each for each in outputs if each.requires_grad]
-        grads = [random(*each.shape, dtype=each.dtype, seed=9) for each in differentiable]
-        found.append([*outputs, *torch.autograd.grad(differentiable, leaves, grads)])
+    for way in (nullcontext, InTorch):
+        with way():
+            outputs = function(*leaves)
+            differentiable = [each for each in outputs if each.requires_grad]
+            grads = [random(*each.shape, dtype=each.dtype, seed=9) for each in differentiable]
+            found.append([*outputs, *torch.autograd.grad(differentiable, leaves, grads)])
     for ours, expected in zip(*found, strict=True):
         torch.testing.assert_close(ours, expected, rtol=tolerance, atol=tolerance)
 
@@ -171,6 +172,27 @@ def test_scoring_and_taking_tokens(dtype, kept, shape):
     assert_same(taken, [x_BLD, weight_1D], DTYPES[dtype] * 10)
 
 
+@pytest.mark.parametrize("way", [nullcontext, InTorch], ids=["native", "torch"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_scoring_and_taking_equals_plain_autograd_in_float64(dtype, way):
+    """A thousand tokens; in bfloat16 the kernels are not used."""
+    x_BLD, weight_1D = random(4, 250, 24, dtype=dtype), random(1, 24, dtype=dtype, seed=1)
+    grads = [random(4, 250, 24, dtype=dtype, seed=2), random(4, 250, dtype=torch.float32, seed=3)]
+    grads.append(random(4, 30, 24, dtype=dtype, seed=4))
+    ours = [each.clone().requires_grad_() for each in (x_BLD, weight_1D)]
+    exact = [each.double().requires_grad_() for each in (x_BLD, weight_1D)]
+    with way():
+        stream, scores_BL, kept_BS, kept_BSD = score_and_take(*ours, lambda scores: largest(scores, 30))
+        found = torch.autograd.grad([stream, scores_BL, kept_BSD], ours, grads)
+    x_copy, plain_BL = exact[0] * 1, (exact[0] @ exact[1].T).squeeze(-1)
+    plain_BSD = x_copy.gather(1, kept_BS.unsqueeze(-1).expand(-1, -1, 24))
+    expected = torch.autograd.grad([x_copy, plain_BL, plain_BSD], exact, [each.double() for each in grads])
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    for one, other in zip(found, expected, strict=True):
+        assert one.dtype == dtype
+        torch.testing.assert_close(one.double(), other, rtol=tolerance, atol=tolerance)
+
+
 @pytest.mark.parametrize("unused", [0, 1, 3], ids=["stream", "scores", "kept"])
 def test_scoring_and_taking_with_a_part_that_nobody_uses_equals_plain_autograd(unused):
     x_BLD, weight_1D = random(2, 9, 5).requires_grad_(), random(1, 5, seed=1).requires_grad_()
@@ -214,7 +236,20 @@ def test_cross_entropy_of_large_and_infinite_logits_and_of_those_that_are_no_num
     labels_BL = torch.tensor([[0, 1], [0, 0], [0, 0], [0, 0]])
     losses = token_losses(logits_BLV, labels_BL)
     assert losses.flatten()[:2].tolist() == [2e4, infinite] and losses.flatten()[2:].isnan().all()
-    torch.testing.assert_close(losses, in_torch(token_losses)(logits_BLV, labels_BL), equal_nan=True)
+    with InTorch():
+        torch.testing.assert_close(losses, token_losses(logits_BLV, labels_BL), equal_nan=True)
+
+
+@pytest.mark.parametrize("size", [1e3, 1e6, 1e8])
+def test_cross_entropy_where_the_sum_of_exponentials_is_lost_beside_the_logits(size):
+    logits_BLV = torch.full((1, 3, 5), size)
+    logits_BLV[..., 3:] = 0
+    logits_BLV.requires_grad_()
+    labels_BL = torch.tensor([[0, 1, 4]])
+    torch.testing.assert_close(
+        token_losses(logits_BLV, labels_BL), torch.tensor([[3.0, 3.0]]).log() + torch.tensor([[0, size]])
+    )
+    assert_same(lambda logits: (token_losses(logits, labels_BL),), [logits_BLV], 1e-6)
 
 
 @pytest.mark.parametrize("label", [7, -1])

@@ -33,7 +33,7 @@ def block_activation_bytes(config: ModeConfig, layer: int, counts: BlockCounts, 
     if depth is not None and config.is_routed(layer):
         elements += 2 * slots * model.width  # the update, before and after the gate
         elements += 2 * batch * depth.predictor.width if depth.predictor is not None else 0
-        fp32_elements += batch * model.width  # the router's input
+        elements += batch * model.width  # the router's input
     if experts is None:
         elements += 4 * tokens * model.ffn_width  # gate, up, silu(gate) and their product
     else:
@@ -55,7 +55,7 @@ def activation_bytes(config: ModeConfig, counts: Sequence[BlockCounts], element_
 
 
 def logits_bytes(config: ModeConfig, rows: int, length: int, element_size: int) -> int:
-    """An estimate: the logits, their fp32 log-softmax, and the fp32 gradients of both at once."""
+    """An estimate: the logits, their fp32 log-softmax, and the fp32 gradients of both at once; kernels take half."""
     return rows * length * config.model.vocab_size * (element_size + 3 * FP32)
 
 

@@ -11,7 +11,6 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -50,16 +49,19 @@ def pack(keep_BL: Tensor) -> tuple[Tensor, Tensor]:
     return order_BL[:, :num_slots], valid_BS
 
 
+def none(logits_BL: Tensor) -> Tensor:
+    """No positions at all."""
+    return torch.empty_like(logits_BL[:, :0], dtype=torch.int64)
+
+
 class DepthScorer(Scorer):
     """r = w . x, one number per token."""
 
     def __init__(self, width: int) -> None:
         super().__init__(width, 1)
 
-    def forward(self, x_BLD: Tensor, keep: Callable[[Tensor], Tensor] | None = None) -> Any:
-        """The logits [B, L] or, with `keep`, all that `score_and_take` returns. Both in here, for ZeRO-3."""
-        if keep is None:
-            return self.logits(x_BLD).squeeze(-1)
+    def forward(self, x_BLD: Tensor, keep: Callable[[Tensor], Tensor] = none) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(x, to go on with; the logits [B, L]; which positions `keep` keeps by them [B, S]; the tokens of those)."""
         with torch.autocast(x_BLD.device.type, enabled=False):
             return score_and_take(x_BLD, self.weight, keep)
 
@@ -137,7 +139,7 @@ class LearnedRouter(DepthRouter):
 
     def decide(self, x_BLD: Tensor, sample_keys_B: Tensor, positions_BL: Tensor, method: str) -> Decision:
         """Kept where the predictor or the router itself says so. The gate is the router's either way."""
-        logits_BL = self.scorer(x_BLD)
+        _, logits_BL, _, _ = self.scorer(x_BLD)
         if method == "router":
             return Decision(logits_BL, logits_BL > 0, None)
         assert self.predictor is not None
@@ -177,14 +179,14 @@ class TokenChoiceRouter(DepthRouter):
         self.scorer = DepthScorer(width)
 
     def forward(self, x_BLD: Tensor, sample_keys_B: Tensor) -> Routed:
-        logits_BL = self.scorer(x_BLD)
+        x_BLD, logits_BL, _, _ = self.scorer(x_BLD)
         allowed_BS = largest(logits_BL, depth_capacity(self.kept_fraction, x_BLD.shape[1]))
         allowed_BL = torch.zeros_like(logits_BL, dtype=torch.bool).scatter(1, allowed_BS, True)
         return self._take(x_BLD, _ragged(logits_BL, allowed_BL & (logits_BL > 0), self.gate, None))
 
     def decide(self, x_BLD: Tensor, sample_keys_B: Tensor, positions_BL: Tensor, method: str) -> Decision:
         """As in training without the capacity, which looks at the whole sequence."""
-        logits_BL = self.scorer(x_BLD)
+        _, logits_BL, _, _ = self.scorer(x_BLD)
         return Decision(logits_BL, logits_BL > 0, None)
 
 

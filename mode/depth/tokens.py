@@ -1,7 +1,7 @@
-"""Taking the kept tokens out of the sequence and adding their updates back. Knows no router.
+"""Scoring the tokens of a sequence, taking the kept ones out and adding their updates back.
 
-A pass over all tokens costs a routed block as much as computing with a few of them. So all uses of the sequence are
-one function, whose backward passes over it once.
+A pass over all tokens costs a routed block as much as computing with some of them. So what uses the sequence hands it
+on, and backward adds to its gradient in passing. Knows nothing of how tokens are kept.
 """
 
 from __future__ import annotations
@@ -72,10 +72,11 @@ class _ScoreAndTake(torch.autograd.Function):
         if native.takes(grad_TD, grad_scores_T, x_TD, weight_D):
             grad_x_TD, grad_weight_D = native.score_backward(grad_TD, grad_scores_T, x_TD, weight_D)
         else:
-            grad_x_TD = torch.addmm(
-                at_least_float32(grad_TD), grad_scores_T.unsqueeze(1), at_least_float32(weight_1D)
-            ).to(grad_TD.dtype)
-            grad_weight_D = (grad_scores_T.unsqueeze(0) @ at_least_float32(x_TD))[0].to(weight_D.dtype)
+            with torch.autocast(x_BLD.device.type, enabled=False):
+                grad_x_TD = torch.addmm(
+                    at_least_float32(grad_TD), grad_scores_T.unsqueeze(1), at_least_float32(weight_1D)
+                ).to(grad_TD.dtype)
+                grad_weight_D = (grad_scores_T.unsqueeze(0) @ at_least_float32(x_TD))[0].to(weight_D.dtype)
         grad_x_TD.index_add_(0, index_R, grad_BSD.flatten(0, 1))
         return grad_x_TD.view_as(x_BLD), grad_weight_D.unsqueeze(0), None
 

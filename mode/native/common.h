@@ -13,7 +13,8 @@ namespace deepspeed_mode {
 
 using at::Tensor;
 
-constexpr int64_t GRAIN = 64;  // rows from which on a second core is worth waking
+constexpr int64_t GRAIN = 64;   // rows from which on a second core is worth waking
+constexpr int64_t PIECE = 256;  // rows that one core does at a time; they stay in its cache until all is done with them
 
 template <class Work>
 void for_each_row(int64_t rows, const Work& work) {
@@ -22,10 +23,9 @@ void for_each_row(int64_t rows, const Work& work) {
   });
 }
 
-// [width]: the sum of what `work(row, sums)` adds for every row, in pieces of as many rows whatever the number of cores.
+// [width]: the sum of what `work(row, sums)` adds for every row; the same for any number of cores.
 template <class T, class Work>
 Tensor sum_over_rows(int64_t rows, int64_t width, const at::TensorOptions& options, const Work& work) {
-  constexpr int64_t PIECE = 256;
   const int64_t pieces = (rows + PIECE - 1) / PIECE;
   Tensor sums_PD = at::zeros({pieces, width}, options);
   T* sums = sums_PD.mutable_data_ptr<T>();

@@ -60,7 +60,6 @@ bool evenly_busy(const Plan& plan, int64_t cores) {
 // them, by whoever is free, `rest` of the idle assignments from `begin` to `end`.
 template <class Work, class Rest>
 void for_each_expert(const Plan& plan, const Work& work, const Rest& rest) {
-  constexpr int64_t PIECE = 256;
   const int64_t cores = at::get_num_threads(), num_experts = plan.experts.size();
   const int64_t at_once = evenly_busy(plan, cores) ? cores : 1, num_assignments = plan.assignments.size();
   std::atomic<int64_t> next{0};
@@ -187,7 +186,8 @@ std::tuple<Tensor, Tensor, Tensor> mix(const Tensor& x_TD, const Tensor& choices
     at::mm_out(x_ND, hidden_NF, w2_EDF[expert.index].t());  // its memory: it is used up
     scatter<T>(x_ND, assignments, out_AD);
   };
-  for_each_expert(plan, compute, [&](int64_t begin, int64_t end) { clear_idle<T>(plan, begin, end, top_k, out_AD); });
+  auto clear = [&](int64_t begin, int64_t end) { clear_idle<T>(plan, begin, end, top_k, out_AD); };
+  for_each_expert(plan, compute, clear);
   return {sum_choices<T>(out_AD, choices_TK, num_experts), gate_RF, up_RF};
 }
 
@@ -232,7 +232,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> mix_backward(const Tensor& gr
     at::addmm_out(grad_ND, grad_ND, grad_up_NF, w3_EFD[expert.index]);
     scatter<T>(grad_ND, assignments, grad_x_AD);
   };
-  for_each_expert(plan, compute, [&](int64_t begin, int64_t end) { clear_idle<T>(plan, begin, end, top_k, grad_x_AD); });
+  auto clear = [&](int64_t begin, int64_t end) { clear_idle<T>(plan, begin, end, top_k, grad_x_AD); };
+  for_each_expert(plan, compute, clear);
   Tensor grad_x_TD = sum_choices<T>(grad_x_AD, choices_TK, num_experts);
   return {grad_x_TD, grad_gates_TK, grad_w1, grad_w2, grad_w3};
 }

@@ -175,8 +175,8 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits_TV: Tensor, targets_T: Tensor, ignored: int) -> Tensor:
         logits_TV, targets_T = logits_TV.contiguous(), targets_T.contiguous()
-        losses_T, log_sums_T = torch.ops.deepspeed_mode.cross_entropy(logits_TV, targets_T, ignored)
-        ctx.save_for_backward(logits_TV, targets_T, log_sums_T)
+        losses_T, *for_backward = torch.ops.deepspeed_mode.cross_entropy(logits_TV, targets_T, ignored)
+        ctx.save_for_backward(logits_TV, targets_T, *for_backward)
         ctx.ignored = ignored
         return losses_T
 

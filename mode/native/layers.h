@@ -84,7 +84,7 @@ void turn(const T* x, const T* cos, const T* sin, T sign, T* out, int64_t half) 
   }
 }
 
-// A grid of B rows of S tokens, of which each has a row of numbers, or heads. Only a head's, or a row's, lie side by side.
+// [B, S, numbers] or [B, S, heads, numbers]. Only the numbers must lie side by side.
 template <class T>
 struct Grid {
   const T* data;
@@ -132,8 +132,6 @@ Tensor rotate_backward(const Tensor& grad_q_BSNH, const Tensor& grad_k_BSGH, con
 }
 
 // ---- An expert router ----
-
-constexpr int64_t PIECE = 256;  // tokens that stay in a core's cache until all is done with them
 
 // (logits_TJ, scores_TJ, choices_TK, gates_TK): x weight^T; their softmax; the K columns with the largest logits, plus
 // `bias_J` if there is one, best first, of equals the lower one; the scores of those.
@@ -250,40 +248,45 @@ std::tuple<Tensor, Tensor> score_backward(const Tensor& grad_TD, const Tensor& g
 
 // ---- Cross-entropy ----
 
-// (the loss of every row; the logarithm of the sum of its exponentials). A row whose target is `ignored` has none.
+// (the loss of every row; its largest logit; the logarithm of the sum of the exponentials of all logits less that one).
+// The last two stay apart: their sum would be rounded where logits are large. A row whose target is `ignored` has no
+// loss.
 template <class T>
-std::tuple<Tensor, Tensor> cross_entropy(const Tensor& logits_TV, const Tensor& targets_T, int64_t ignored) {
+std::tuple<Tensor, Tensor, Tensor> cross_entropy(const Tensor& logits_TV, const Tensor& targets_T, int64_t ignored) {
   using V = at::vec::Vectorized<T>;
   const int64_t rows = logits_TV.size(0), width = logits_TV.size(1);
-  Tensor losses_T = at::empty({rows}, logits_TV.options()), log_sums_T = at::empty_like(losses_T);
+  Tensor losses_T = at::empty({rows}, logits_TV.options());
+  Tensor largest_T = at::empty_like(losses_T), log_sums_T = at::empty_like(losses_T);
   const T* all = logits_TV.const_data_ptr<T>();
   const int64_t* targets = targets_T.const_data_ptr<int64_t>();
-  T *losses = losses_T.mutable_data_ptr<T>(), *log_sums = log_sums_T.mutable_data_ptr<T>();
+  T *losses = losses_T.mutable_data_ptr<T>(), *all_largest = largest_T.mutable_data_ptr<T>();
+  T* log_sums = log_sums_T.mutable_data_ptr<T>();
   for_each_row(rows, [&](int64_t r) {
     const T* logits = all + r * width;
     const int64_t target = targets[r];
-    TORCH_CHECK_INDEX(target == ignored || (target >= 0 && target < width), "label ", target, " is no token: there are ",
-                      width);
+    const bool is_token = target >= 0 && target < width;
+    TORCH_CHECK_INDEX(is_token || target == ignored, "label ", target, " is no token: there are ", width);
     const T largest = at::vec::reduce_all<T>([](V& a, V& b) { return at::vec::maximum(a, b); }, logits, width);
     V sums(0);
     for (int64_t i = 0; i < width; i += V::size()) {
       const int64_t n = std::min<int64_t>(V::size(), width - i);
       sums = V::set(sums, sums + (V::loadu(logits + i, n) - V(largest)).exp(), n);
     }
-    log_sums[r] = largest + std::log(sum_of<T>(sums));
-    losses[r] = target == ignored ? T(0) : log_sums[r] - logits[target];
+    all_largest[r] = largest;
+    log_sums[r] = std::log(sum_of<T>(sums));
+    losses[r] = target == ignored ? T(0) : (largest - logits[target]) + log_sums[r];
   });
-  return {losses_T, log_sums_T};
+  return {losses_T, largest_T, log_sums_T};
 }
 
 template <class T>
 Tensor cross_entropy_backward(const Tensor& grad_T, const Tensor& logits_TV, const Tensor& targets_T,
-                              const Tensor& log_sums_T, int64_t ignored) {
+                              const Tensor& largest_T, const Tensor& log_sums_T, int64_t ignored) {
   using V = at::vec::Vectorized<T>;
   const int64_t rows = logits_TV.size(0), width = logits_TV.size(1);
   Tensor grad_logits_TV = at::empty_like(logits_TV);
-  const T *all = logits_TV.const_data_ptr<T>(), *log_sums = log_sums_T.const_data_ptr<T>();
-  const T* grads = grad_T.const_data_ptr<T>();
+  const T *all = logits_TV.const_data_ptr<T>(), *grads = grad_T.const_data_ptr<T>();
+  const T *largest = largest_T.const_data_ptr<T>(), *log_sums = log_sums_T.const_data_ptr<T>();
   const int64_t* targets = targets_T.const_data_ptr<int64_t>();
   T* to = grad_logits_TV.mutable_data_ptr<T>();
   for_each_row(rows, [&](int64_t r) {
@@ -291,7 +294,8 @@ Tensor cross_entropy_backward(const Tensor& grad_T, const Tensor& logits_TV, con
     if (targets[r] == ignored) return void(std::fill(out, out + width, T(0)));
     for (int64_t i = 0; i < width; i += V::size()) {
       const int64_t n = std::min<int64_t>(V::size(), width - i);
-      (V(grads[r]) * (V::loadu(all + r * width + i, n) - V(log_sums[r])).exp()).store(out + i, n);
+      const V share = (V::loadu(all + r * width + i, n) - V(largest[r]) - V(log_sums[r])).exp();
+      (V(grads[r]) * share).store(out + i, n);
     }
     out[targets[r]] -= grads[r];
   });

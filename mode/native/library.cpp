@@ -1,5 +1,5 @@
-// The operators as torch knows them, torch.ops.deepspeed_mode.*, for float32 and float64. All tensors are contiguous but
-// where a kernel says otherwise. They are called by mode/native/functions.py only, which does autograd.
+// The operators as torch knows them, torch.ops.deepspeed_mode.*, for float32 and float64. All tensors are contiguous
+// but where a kernel says otherwise. They are called by mode/native/functions.py only, which does autograd.
 
 #include <torch/library.h>
 
@@ -76,14 +76,17 @@ TORCH_LIBRARY(deepspeed_mode, library) {
                       "score_backward", "[T, D] for tokens and gradients, [T] and [D]");
                 return BY_TYPE(score_backward, grad, grad_score, x, weight);
               });
-  library.def("cross_entropy(Tensor logits, Tensor targets, int ignored) -> (Tensor, Tensor)",
+  library.def("cross_entropy(Tensor logits, Tensor targets, int ignored) -> (Tensor, Tensor, Tensor)",
               [](const Tensor& logits, const Tensor& targets, int64_t ignored) {
                 check(logits.dim() == 2 && is(targets, {logits.size(0)}), "cross_entropy", "[T, V] and [T]");
+                TORCH_CHECK(targets.is_cpu(), "cross_entropy: logits are on the CPU, labels on ", targets.device());
                 return BY_TYPE(cross_entropy, logits, targets, ignored);
               });
   library.def(
-      "cross_entropy_backward(Tensor grad, Tensor logits, Tensor targets, Tensor log_sums, int ignored) -> Tensor",
-      [](const Tensor& grad, const Tensor& logits, const Tensor& targets, const Tensor& log_sums, int64_t ignored) {
-        return BY_TYPE(cross_entropy_backward, grad, logits, targets, log_sums, ignored);
+      "cross_entropy_backward(Tensor grad, Tensor logits, Tensor targets, Tensor largest, Tensor log_sums, "
+      "int ignored) -> Tensor",
+      [](const Tensor& grad, const Tensor& logits, const Tensor& targets, const Tensor& largest, const Tensor& log_sums,
+         int64_t ignored) {
+        return BY_TYPE(cross_entropy_backward, grad, logits, targets, largest, log_sums, ignored);
       });
 }

@@ -18,7 +18,7 @@ def keep_unevenly() -> None:
     from mode.depth.router import Decision, LearnedRouter
 
     def decide(self, x_BLD, sample_keys_B, positions_BL, method):
-        logits_BL = self.scorer(x_BLD)
+        logits_BL = self.scorer.logits(x_BLD).squeeze(-1)
         keep_BL = torch.full_like(logits_BL, os.environ["RANK"] == "0", dtype=torch.bool)
         return Decision(logits_BL, keep_BL, None)
 
