@@ -55,7 +55,10 @@ def activation_bytes(config: ModeConfig, counts: Sequence[BlockCounts], element_
 
 
 def logits_bytes(config: ModeConfig, rows: int, length: int, element_size: int) -> int:
-    """An estimate: the logits, their fp32 log-softmax, and the fp32 gradients of both at once; kernels take half."""
+    """An estimate: the logits, their fp32 log-softmax, and the fp32 gradients of both at once.
+
+    As of torch's operators; the compiled kernel of a CPU has no log-softmax and takes half.
+    """
     return rows * length * config.model.vocab_size * (element_size + 3 * FP32)
 
 

@@ -49,8 +49,8 @@ def pack(keep_BL: Tensor) -> tuple[Tensor, Tensor]:
     return order_BL[:, :num_slots], valid_BS
 
 
-def none(logits_BL: Tensor) -> Tensor:
-    """No positions at all."""
+def keep_none(logits_BL: Tensor) -> Tensor:
+    """No position of any row, for whoever wants the logits only."""
     return torch.empty_like(logits_BL[:, :0], dtype=torch.int64)
 
 
@@ -60,7 +60,9 @@ class DepthScorer(Scorer):
     def __init__(self, width: int) -> None:
         super().__init__(width, 1)
 
-    def forward(self, x_BLD: Tensor, keep: Callable[[Tensor], Tensor] = none) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def forward(
+        self, x_BLD: Tensor, keep: Callable[[Tensor], Tensor] = keep_none
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """(x, to go on with; the logits [B, L]; which positions `keep` keeps by them [B, S]; the tokens of those)."""
         with torch.autocast(x_BLD.device.type, enabled=False):
             return score_and_take(x_BLD, self.weight, keep)
@@ -116,10 +118,7 @@ class DepthRouter(nn.Module):
         """The routing that follows from `decide`. Fillers, False in `present_BL`, are never kept."""
         decision = self.decide(x_BLD, sample_keys_B, positions_BL, method)
         keep_BL = decision.keep_BL if present_BL is None else decision.keep_BL & present_BL
-        return self._take(x_BLD, _ragged(decision.logits_BL, keep_BL, self.gate, decision.predicted_BL))
-
-    def _take(self, x_BLD: Tensor, depth: DepthRouting) -> Routed:
-        return *take_tokens(x_BLD, depth.kept_BS), depth
+        return _taken(x_BLD, _ragged(decision.logits_BL, keep_BL, self.gate, decision.predicted_BL))
 
 
 class LearnedRouter(DepthRouter):
@@ -158,7 +157,7 @@ class StochasticRouter(DepthRouter):
         noise_BL = keyed_noise(sample_keys_B, self.seed, self.layer, x_BLD.shape[1])
         kept_BS = largest(noise_BL, depth_capacity(self.kept_fraction, x_BLD.shape[1]))
         gates_BS = self.gate(noise_BL.gather(1, kept_BS))
-        return self._take(x_BLD, DepthRouting(noise_BL, kept_BS, gates_BS, None, None))
+        return _taken(x_BLD, DepthRouting(noise_BL, kept_BS, gates_BS, None, None))
 
     def decide(self, x_BLD: Tensor, sample_keys_B: Tensor, positions_BL: Tensor, method: str) -> Decision:
         """Kept where the noise is above the level that the kept share of all noise exceeds."""
@@ -182,7 +181,7 @@ class TokenChoiceRouter(DepthRouter):
         x_BLD, logits_BL, _, _ = self.scorer(x_BLD)
         allowed_BS = largest(logits_BL, depth_capacity(self.kept_fraction, x_BLD.shape[1]))
         allowed_BL = torch.zeros_like(logits_BL, dtype=torch.bool).scatter(1, allowed_BS, True)
-        return self._take(x_BLD, _ragged(logits_BL, allowed_BL & (logits_BL > 0), self.gate, None))
+        return _taken(x_BLD, _ragged(logits_BL, allowed_BL & (logits_BL > 0), self.gate, None))
 
     def decide(self, x_BLD: Tensor, sample_keys_B: Tensor, positions_BL: Tensor, method: str) -> Decision:
         """As in training without the capacity, which looks at the whole sequence."""
@@ -195,6 +194,10 @@ def _ragged(
 ) -> DepthRouting:
     kept_BS, valid_BS = pack(keep_BL)
     return DepthRouting(logits_BL, kept_BS, gate(logits_BL.gather(1, kept_BS)), valid_BS, predicted_BL)
+
+
+def _taken(x_BLD: Tensor, depth: DepthRouting) -> Routed:
+    return *take_tokens(x_BLD, depth.kept_BS), depth
 
 
 def build_depth_router(config: DepthConfig, width: int, seed: int, layer: int) -> DepthRouter:
