@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
-NEVER = 2**31 - 1  # bytes free at the end of the heap before any of it goes back
+NEVER = -1  # as a threshold; the largest number, an int, would give back a free end of the heap of more than 2 GB
 
 
 def share_the_cores() -> None:

@@ -165,6 +165,8 @@ def test_growth_is_measured_for_tokens_experts_and_no_ops() -> None:
         ("layer --tokens 0", "argument --tokens: is '0'; it must be a whole number of at least 1"),
         ("layer --share 1.5", "argument --share: is '1.5'; it must be a number from 0 to below 1"),
         ("layer --top_k 2", "--top_k: is for --grow"),
+        ("layer --grow --choices 2", "--choices: is not for --grow; with it name --top_k"),
+        ("layer --grow --share 0", "--share: is not for --grow"),
         ("layer --repeats 1", "argument --repeats: is '1'; it must be a whole number of at least 2"),
         ("layer --width 9 --tokens 8 --repeats 2", "could not be measured at these sizes"),
         ("step --tokens 300 --sequence_length 256", "--tokens: is 300, not a multiple of --sequence_length 256"),

@@ -40,16 +40,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     Sizes.add_arguments(parser)
     Place.add_arguments(parser)
     parser.set_defaults(top_k=None)  # for --grow alone
-    parser.add_argument("--choices", type=positive_integer, nargs="+", default=[1, 2], metavar="K", help="of a token")
-    parser.add_argument("--share", type=a_share, default=0.5, help="no-op share of the contender that has no-ops")
-    parser.add_argument("--grow", action="store_true", help="measure our layer at growing sizes instead")
+    parser.add_argument("--choices", type=positive_integer, nargs="+", metavar="K", help="of a token (default: 1 2)")
+    parser.add_argument("--share", type=a_share, help="no-op share of the contender that has no-ops (default: 0.5)")
+    parser.add_argument("--grow", action="store_true", help="measure our layer at growing sizes and shares instead")
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     if options.top_k is not None and not options.grow:
         raise ConfigError("--top_k", "is for --grow; without it name --choices")
+    if options.choices is not None and options.grow:
+        raise ConfigError("--choices", "is not for --grow; with it name --top_k")
+    if options.share is not None and options.grow:
+        raise ConfigError("--share", "is not for --grow, which goes through several; leave it out")
     sizes = dataclasses.replace(Sizes.read(options), top_k=options.top_k or 1)
-    for top_k in [sizes.top_k] if options.grow else options.choices:
+    choices, no_op_share = options.choices or [1, 2], 0.5 if options.share is None else options.share
+    for top_k in [sizes.top_k] if options.grow else choices:
         check_choices(dataclasses.replace(sizes, top_k=top_k))
     place = Place.read(options)
     start_process_group()
@@ -59,9 +64,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         return {"growth": growth, "sizes": vars(sizes), **about, "gemm_peak": gemm_peak(place.device, place.dtype)}
     rows: list[dict[str, Any]] = []
     absent: dict[str, str] = {}
-    for top_k in options.choices:
+    for top_k in choices:
         sized = dataclasses.replace(sizes, top_k=top_k)
-        contenders, missing = expert_contenders(sized, options.share, place)
+        contenders, missing = expert_contenders(sized, no_op_share, place)
         failed: dict[str, str] = {}
         seconds = take_turns(contenders, options.repeats, wait_for(place.device), failed=failed)
         absent |= missing | {f"{name}, top-{top_k}": reason for name, reason in failed.items()}
@@ -71,7 +76,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                 raise ConfigError(needed, f"could not be measured at these sizes: {(missing | failed)[needed]}")
         flops = expert_flops(sized)
         for name, found in seconds.items():
-            share = options.share if "share" in name else 0.0
+            share = no_op_share if "share" in name else 0.0
             rows.append(
                 {
                     "top_k": top_k,

@@ -29,7 +29,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {  # of expe
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    Sizes.add_arguments(parser, tokens=12288)
+    Sizes.add_arguments(parser, tokens=16384)
     for name, default in (("layers", 8), ("sequence_length", 256), ("vocabulary", 1024)):
         parser.add_argument(f"--{name}", type=positive_integer, default=default)
     backends = ["auto", *(name for name in PREFERENCE if name != "megablocks")]  # which knows no fp32

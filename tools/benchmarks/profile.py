@@ -1,7 +1,7 @@
 """Where the time of a training step goes, by kind of work, for MoE and MoDE models. `--plot` draws it.
 
-The experts are computed by `grouped_mm` unless `--backend` names another: of `native` ones, which are computed side by
-side, the profiler adds up the times of all threads.
+As the thread that trains spends it: of `native` experts, which are computed side by side, the products that this thread
+does itself are products, and where it waits for the others at the end is elementwise work, as all within the kernel.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ KINDS: dict[str, tuple[str, ...]] = {
         *("aten::sum", "aten::fill_", "aten::zero_", "softmax", "aten::neg", "aten::exp", "deepspeed_mode::"),
     ),
 }
+WARM_UP = 3  # steps; until then the system fills new memory with zeros
 COLOURS = ("#0072B2", "#56B4E9", "#CC79A7", "#E69F00", "#009E73", "#999999")  # told apart without seeing colour well
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     models.add_arguments(parser)
-    parser.set_defaults(backend="grouped_mm")
     parser.add_argument("--plot", metavar="FILE.png", help="draw the table as bars (needs matplotlib)")
 
 
@@ -45,14 +45,18 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     rows = []
     for name in models.VARIANTS:
         model = Model(name, options)
-        model.step()  # warms up
+        for _ in range(WARM_UP):
+            model.step()
         steps: list[dict[str, float]] = []
         for _ in range(options.repeats):
             with profile(activities=[ProfilerActivity.CPU]) as profiler:
                 model.step()
             seconds = dict.fromkeys([*KINDS, "the rest"], 0.0)
-            for event in profiler.key_averages():
-                seconds[kind_of(event.key)] += event.self_cpu_time_total / 1e6
+            events = profiler.events()
+            trains = statistics.mode(event.thread for event in events)  # others only help out within a kernel
+            for event in events:
+                if event.thread == trains:
+                    seconds[kind_of(event.name)] += event.self_cpu_time_total / 1e6
             steps.append(seconds)
         rows.append({"model": name, "seconds": {kind: statistics.median(s[kind] for s in steps) for kind in steps[0]}})
     return {"profile": rows, "options": settings(options)}
