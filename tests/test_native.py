@@ -18,6 +18,7 @@ from mode.moe.backends import choose_backend, loop_experts
 from mode.moe.backends.native import mix_tokens, native_experts
 from mode.moe.dispatch import LocalDispatcher
 from mode.moe.layer import MoELayer
+from mode.native.library import _compiled
 from mode.section import ConfigError
 from tests import launch
 from tests.helpers import make_config, needs_kernels, spread_weights
@@ -306,6 +307,15 @@ def test_it_is_compiled_once_for_all_processes_and_then_kept(tmp_path):
     assert sum("compiling kernels" in errors for _, errors in together) == 1
     assert "compiling" not in later[1]
     assert len(list((tmp_path / "both/mode/native").glob("*.so"))) == 1
+
+
+def test_a_damaged_library_is_made_anew(tmp_path):
+    damaged = tmp_path / "mode/native" / _compiled().name
+    damaged.parent.mkdir(parents=True)
+    damaged.write_text("half a library")
+    out, errors = ask(tmp_path).communicate(timeout=300)
+    assert out.splitlines() == ["native: compiled for this CPU", "native: as configured"]
+    assert errors.count("compiling kernels") == 1 and damaged.stat().st_size > 10_000
 
 
 def test_without_a_compiler_auto_takes_another_and_says_why(tmp_path):

@@ -43,12 +43,20 @@ def why_not() -> Unavailable | None:
     if sys.platform != "linux":
         return Unavailable(f"the kernels of CPUs are for Linux, and this is {sys.platform}", 'use "auto"')
     try:
-        torch.ops.load_library(_compiled())
+        _load(_compiled())
     except Unavailable as reason:
         return reason
     except (OSError, RuntimeError, ValueError) as error:
         return Unavailable(f"the kernels of CPUs cannot be compiled or loaded ({_one_line(error)})", 'use "auto"')
     return None
+
+
+def _load(library: Path) -> None:
+    try:
+        torch.ops.load_library(library)
+    except OSError:  # damaged, as by a disk that was full: made anew, and if that does not help, it is said
+        library.unlink(missing_ok=True)
+        torch.ops.load_library(_compiled())
 
 
 def _compiled() -> Path:

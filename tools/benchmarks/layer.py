@@ -66,7 +66,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     absent: dict[str, str] = {}
     for top_k in choices:
         sized = dataclasses.replace(sizes, top_k=top_k)
-        contenders, missing = expert_contenders(sized, no_op_share, place)
+        contenders, missing, held = expert_contenders(sized, no_op_share, place)
         failed: dict[str, str] = {}
         seconds = take_turns(contenders, options.repeats, wait_for(place.device), failed=failed)
         absent |= missing | {f"{name}, top-{top_k}": reason for name, reason in failed.items()}
@@ -76,7 +76,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                 raise ConfigError(needed, f"could not be measured at these sizes: {(missing | failed)[needed]}")
         flops = expert_flops(sized)
         for name, found in seconds.items():
-            share = no_op_share if "share" in name else 0.0
+            share = held if "share" in name else 0.0
             rows.append(
                 {
                     "top_k": top_k,
@@ -110,10 +110,10 @@ def grow(
         own = {} if name == "no-op share" else {name: int(value)}
         sized = dataclasses.replace(sizes, **{**fixed, **own})
         layer, x_TD = place.put(our_layer(sized, share)), sized.tokens_TD(place=place)
-        hold_share(layer, share, x_TD.detach())
+        held = hold_share(layer, share, x_TD.detach())
         contenders.append(training_contender(f"{value:g}", layer, x_TD))
         tokens[f"{value:g}"], least_bytes[f"{value:g}"] = sized.tokens, sized.least_bytes(place)
-        flops[f"{value:g}"] = expert_flops(sized) * (1 - share)
+        flops[f"{value:g}"] = expert_flops(sized) * (1 - held)
     seconds = take_turns(contenders, repeats, wait_for(place.device))
     per_token = {value: [each / tokens[value] for each in found] for value, found in seconds.items()}
     first = per_token[f"{values[0]:g}"]

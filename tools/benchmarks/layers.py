@@ -142,17 +142,21 @@ def our_parallel_layer(sizes: Sizes, share: float) -> ParallelMoELayer:
 
 
 @torch.no_grad()
-def hold_share(layer: MoELayer, share: float, x_TD: Tensor) -> None:
-    """Searches the bias of the no-ops that gives them `share` of these tokens' choices."""
-    router = layer.router
+def hold_share(layer: MoELayer, share: float, x_TD: Tensor) -> float:
+    """Searches the bias of the no-ops that gives them `share` of these tokens' choices; the share that they then have.
+
+    Few tokens may have none near `share`: one has all of its choices or none.
+    """
+    router, no_op = layer.router, 0.0
     if not isinstance(router, BiasedExpertRouter):
-        return
+        return no_op
     low, high = -50.0, 50.0
     while high - low > 1e-5:
         middle = (low + high) / 2
         router.bias_J[router.config.num_experts :] = middle
         no_op = router(x_TD)[1].num_no_op().item() / (len(x_TD) * router.config.top_k)
         low, high = (middle, high) if no_op < share else (low, middle)
+    return no_op
 
 
 def native_layer(sizes: Sizes, capacity_factor: float = CAPACITY) -> MoE:
@@ -240,13 +244,15 @@ def training_contender(name: str, layer: nn.Module, x_TD: Tensor) -> Contender:
     return Contender(name, run, reset)
 
 
-def expert_contenders(sizes: Sizes, share: float, place: Place) -> tuple[list[Contender], dict[str, str]]:
-    """All that can run there, and why the others cannot."""
+def expert_contenders(sizes: Sizes, share: float, place: Place) -> tuple[list[Contender], dict[str, str], float]:
+    """All that can run there; why the others cannot; the no-op share of the one that has no-ops."""
     x_TD = sizes.tokens_TD(place=place)
+    held = 0.0
 
     def with_no_ops() -> MoELayer:
+        nonlocal held
         layer = place.put(our_layer(sizes, share))
-        hold_share(layer, share, x_TD.detach())
+        held = hold_share(layer, share, x_TD.detach())
         return layer
 
     makers: dict[str, Callable[[], nn.Module]] = {
@@ -265,4 +271,4 @@ def expert_contenders(sizes: Sizes, share: float, place: Place) -> tuple[list[Co
             contenders.append(contender)
         except Exception as error:  # somebody else's code: whatever it raises is what is reported
             absent[name] = why(error)
-    return contenders, absent
+    return contenders, absent, held

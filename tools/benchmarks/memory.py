@@ -12,12 +12,14 @@ import statistics
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
 from benchmarks import models
 from benchmarks.step import settings
+from benchmarks.turns import why
 from mode.host import keep_freed_memory
 from mode.training.engine import start_process_group
-from mode.training.local_ranks import run_on_ranks
+from mode.training.local_ranks import RankFailed, run_on_ranks
 
 NATIVE = "moe, deepspeed.moe.layer.MoE"
 PAGE = resource.getpagesize()
@@ -53,16 +55,23 @@ def resident() -> int:
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     models.run_config("mode", options)  # refuses here what it would refuse in every process
     found: dict[str, list[float]] = {name: [] for name in (*models.VARIANTS, NATIVE)}
-    for _ in range(options.repeats):
-        for name, peaks in found.items():
-            peaks.append(run_on_ranks(peak_of_steps, 1, name, options)[0])
+    absent: dict[str, str] = {}
+    for _ in tqdm(range(options.repeats), desc="processes of each", leave=False, disable=None):
+        for name in list(found):
+            try:
+                found[name].append(run_on_ranks(peak_of_steps, 1, name, options)[0])
+            except RankFailed as error:
+                if name != NATIVE:
+                    raise
+                absent[name] = why(error)
+                del found[name]
     rows = []
     for name in found:
         peaks = found[name]
         rows.append(
             {"model": name, "peak_bytes": statistics.median(peaks), "lowest": min(peaks), "highest": max(peaks)}
         )
-    return {"memory": rows, "options": settings(options)}
+    return {"memory": rows, "absent": absent, "options": settings(options)}
 
 
 def table(figures: dict[str, Any]) -> str:
@@ -81,4 +90,5 @@ def table(figures: dict[str, Any]) -> str:
             f"| {row['model']} | {row['peak_bytes'] / 1e6:.0f} | {row['lowest'] / 1e6:.0f}-{row['highest'] / 1e6:.0f} "
             f"| {row['peak_bytes'] / full:.2f} |"
         )
-    return "\n".join(lines)
+    lines += [""] + [f"Not measured: {name} ({reason})." for name, reason in figures["absent"].items()]
+    return "\n".join(lines).rstrip()

@@ -11,6 +11,7 @@ import statistics
 from typing import Any
 
 from torch.profiler import ProfilerActivity, profile
+from tqdm import tqdm
 
 from benchmarks import models
 from benchmarks.step import Model, settings
@@ -42,24 +43,31 @@ def kind_of(operator: str) -> str:
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     start_process_group()
-    rows = []
-    for name in models.VARIANTS:
-        model = Model(name, options)
-        for _ in range(WARM_UP):
-            model.step()
-        steps: list[dict[str, float]] = []
-        for _ in range(options.repeats):
-            with profile(activities=[ProfilerActivity.CPU]) as profiler:
-                model.step()
-            seconds = dict.fromkeys([*KINDS, "the rest"], 0.0)
-            events = profiler.events()
-            trains = statistics.mode(event.thread for event in events)  # others only help out within a kernel
-            for event in events:
-                if event.thread == trains:
-                    seconds[kind_of(event.name)] += event.self_cpu_time_total / 1e6
-            steps.append(seconds)
-        rows.append({"model": name, "seconds": {kind: statistics.median(s[kind] for s in steps) for kind in steps[0]}})
+    found = {name: Model(name, options) for name in models.VARIANTS}
+    steps: dict[str, list[dict[str, float]]] = {name: [] for name in found}
+    for turn in tqdm(range(WARM_UP + options.repeats), desc="turns", leave=False, disable=None):
+        for name, model in found.items():
+            seconds = seconds_by_kind(model)
+            if turn >= WARM_UP:
+                steps[name].append(seconds)
+    rows = [
+        {"model": name, "seconds": {kind: statistics.median(step[kind] for step in each) for kind in each[0]}}
+        for name, each in steps.items()
+    ]
     return {"profile": rows, "options": settings(options)}
+
+
+def seconds_by_kind(model: Model) -> dict[str, float]:
+    """Of one step."""
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        model.step()
+    events = profiler.events()
+    trains = statistics.mode(event.thread for event in events)  # other threads only help out within a kernel
+    seconds = dict.fromkeys([*KINDS, "the rest"], 0.0)
+    for event in events:
+        if event.thread == trains:
+            seconds[kind_of(event.name)] += event.self_cpu_time_total / 1e6
+    return seconds
 
 
 def draw(figures: dict[str, Any], path: str) -> None:
