@@ -147,16 +147,19 @@ def hold_share(layer: MoELayer, share: float, x_TD: Tensor) -> float:
 
     Few tokens may have none near `share`: one has all of its choices or none.
     """
-    router, no_op = layer.router, 0.0
+    router = layer.router
     if not isinstance(router, BiasedExpertRouter):
-        return no_op
+        return 0.0
+
+    def share_with(bias: float) -> float:
+        router.bias_J[router.config.num_experts :] = bias
+        return router(x_TD)[1].num_no_op().item() / (len(x_TD) * router.config.top_k)
+
     low, high = -50.0, 50.0
     while high - low > 1e-5:
         middle = (low + high) / 2
-        router.bias_J[router.config.num_experts :] = middle
-        no_op = router(x_TD)[1].num_no_op().item() / (len(x_TD) * router.config.top_k)
-        low, high = (middle, high) if no_op < share else (low, middle)
-    return no_op
+        low, high = (middle, high) if share_with(middle) < share else (low, middle)
+    return share_with(high)  # the least that is enough
 
 
 def native_layer(sizes: Sizes, capacity_factor: float = CAPACITY) -> MoE:
