@@ -9,21 +9,50 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mode.config import ModeConfig
+    from mode.config import DepthConfig, ExpertsConfig, ModeConfig
     from mode.config_file import load_config
-    from mode.model.transformer import ModeOutput, ModeTransformer
+    from mode.depth.layer import DepthRouted
+    from mode.engine import initialize, load_universal
+    from mode.moe.deepspeed import MoE
+    from mode.records import auxiliary_loss, collect_routing
     from mode.section import ConfigError
+    from mode.steps import after_step
+    from mode.transformer.model import ModeOutput, ModeTransformer
 
 __version__ = "0.1.0"
-__all__ = ["ConfigError", "ModeConfig", "ModeOutput", "ModeTransformer", "load_config"]
 
 _HOMES = {
-    "ConfigError": "mode.section",
+    "MoE": "mode.moe.deepspeed",
+    "DepthRouted": "mode.depth.layer",
+    "collect_routing": "mode.records",
+    "auxiliary_loss": "mode.records",
+    "after_step": "mode.steps",
+    "initialize": "mode.engine",
+    "load_universal": "mode.engine",
+    "ModeTransformer": "mode.transformer.model",
+    "ModeOutput": "mode.transformer.model",
     "ModeConfig": "mode.config",
+    "ExpertsConfig": "mode.config",
+    "DepthConfig": "mode.config",
+    "ConfigError": "mode.section",
     "load_config": "mode.config_file",
-    "ModeOutput": "mode.model.transformer",
-    "ModeTransformer": "mode.model.transformer",
 }
+__all__ = [
+    "ConfigError",
+    "DepthConfig",
+    "DepthRouted",
+    "ExpertsConfig",
+    "MoE",
+    "ModeConfig",
+    "ModeOutput",
+    "ModeTransformer",
+    "after_step",
+    "auxiliary_loss",
+    "collect_routing",
+    "initialize",
+    "load_config",
+    "load_universal",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mode.config import ModeConfig
-from mode.model.rope import rope_tables
-from mode.placement import Placement
+from mode.transformer.attention import Grid, rope_tables
 
 MODEL: dict[str, Any] = {
     "vocab_size": 40,
@@ -52,7 +51,7 @@ def make_config(
 def place(config: ModeConfig, num_rows: int, length: int, documents: Tensor | None = None, dtype=torch.float64):
     positions = torch.arange(length).expand(num_rows, -1)
     cos, sin = rope_tables(positions, config.model.head_width, config.model.rope_theta, dtype)
-    return Placement.of_sequence(positions, cos, sin, documents)
+    return Grid.of_sequence(positions, cos, sin, documents)
 
 
 def spread_weights(module: nn.Module, seed: int = 0, scale: float = 0.3) -> nn.Module:

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from mode.moe.backends.megablocks import MegaBlocksDispatcher, Permuted, megablocks_experts
 from torch import Tensor
 from torch.nn import functional as F
 
-from mode.model.transformer import ModeTransformer
-from mode.moe.backends.megablocks import MegaBlocksDispatcher, Permuted, megablocks_experts
 from mode.moe.dispatch import LocalDispatcher
 from mode.moe.layer import MoELayer
+from mode.transformer.model import ModeTransformer
 from tests import megablocks_stand_in
 from tests.helpers import assert_same_with_gradients, make_config, spread_weights
 

@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from mode.accounting import depth_capacity
 from mode.depth.noise import keyed_noise
 from mode.depth.router import largest, pack
-from mode.model.block import Block, DepthRoutedBlock
-from mode.model.rope import rope_tables
 from mode.moe.layer import MoELayer
-from mode.placement import Placement
+from mode.transformer.attention import Grid, rope_tables
+from mode.transformer.block import Block, DepthRoutedBlock
 from tests import reference
 from tests.helpers import assert_same_with_gradients, make_config, place, spread_weights
 
@@ -153,7 +152,7 @@ def test_routed_block_equals_the_dense_block_on_the_subsequence_with_original_po
 def placed_at(config, positions, documents):
     """The placement of one row whose tokens stand at the given positions."""
     cos, sin = rope_tables(positions.unsqueeze(0), config.model.head_width, config.model.rope_theta, torch.float64)
-    return Placement.of_sequence(positions.unsqueeze(0), cos, sin, documents)
+    return Grid.of_sequence(positions.unsqueeze(0), cos, sin, documents)
 
 
 def test_routed_blocks_are_every_other_block_and_block_zero_sees_everything():

@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 
 from mode.config import ModeConfig
 from mode.data.tokenizer import byte_tokenizer, train_bpe
-from mode.model.pretrained import check_same_model, read_config, save_pretrained
-from mode.model.transformer import ModeTransformer
 from mode.section import ConfigError
+from mode.transformer.model import ModeTransformer
+from mode.transformer.pretrained import check_same_model, read_config, save_pretrained
 from tests.helpers import NO_OPS, make_config, spread_weights
 
 ROOT = Path(__file__).parent.parent

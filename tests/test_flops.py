@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 from mode import accounting
 from mode.config import ModeConfig
 from mode.config_file import load_config
-from mode.model.transformer import ModeTransformer
+from mode.transformer.model import ModeTransformer
 from tests.helpers import make_config
 
 CONFIGS = sorted((Path(__file__).parent.parent / "ds_configs").glob("*.json"))
@@ -134,7 +134,7 @@ def test_a_model_told_to_keep_another_share_is_counted_by_it():
     for kept in (Fraction(1), Fraction(5, 8), Fraction(1, 3)):
         model.keep(kept)
         forward = counted(lambda: outputs.append(model(ids)))
-        counts = accounting.expected_counts(config, rows=3, kept=kept)
+        counts = accounting.expected_counts(config, rows=3, capacity_fraction=capacity_fraction)
         assert [record.counts() for record in outputs[-1].routing] == counts
         assert forward == accounting.model_flops(config, counts).forward
         assert {block.slots for block in counts[1::2]} == {math.ceil(kept * 16)}

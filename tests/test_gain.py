@@ -10,8 +10,8 @@ import torch
 from torch.nn import functional as F
 
 from mode.data import prepare_data, spread_rows
-from mode.model.pretrained import save_pretrained
-from mode.model.transformer import ModeTransformer
+from mode.transformer.model import ModeTransformer
+from mode.transformer.pretrained import save_pretrained
 from tests.helpers import make_config, spread_weights
 from tools import gain
 

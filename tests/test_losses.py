@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from mode.config import BalanceLossConfig
-from mode.losses import balance, cross_entropy, depth_balance, expert_balance
-from mode.model.transformer import ModeTransformer
 from mode.moe.router import target_shares
-from mode.routing import DepthRouting, ExpertRouting
+from mode.records import DepthRouting, ExpertRouting
+from mode.transformer.losses import balance, cross_entropy, depth_balance, expert_balance
+from mode.transformer.model import ModeTransformer
 from tests.helpers import make_config, place
 
 IDS = torch.randint(40, (3, 16), generator=torch.Generator().manual_seed(0))

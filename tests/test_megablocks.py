@@ -19,13 +19,13 @@ import torch
 
 from mode.config_file import run_config_from_dict
 from mode.data.tokenizer import byte_tokenizer
-from mode.model.pretrained import save_pretrained
-from mode.model.transformer import ModeTransformer
-from mode.moe.backends import BACKENDS, PREFERENCE, choose_backend, megablocks, native
+from mode.moe.experts import BACKENDS, PREFERENCE, choose_backend, megablocks, native
 from mode.moe.layer import MoELayer
-from mode.native.library import Unavailable
+from mode.ops.library import Unavailable
 from mode.section import ConfigError
 from mode.training import engine
+from mode.transformer.model import ModeTransformer
+from mode.transformer.pretrained import save_pretrained
 from tests import launch, megablocks_cases
 from tests.helpers import make_config, needs_kernels, spread_weights
 
@@ -138,7 +138,7 @@ def lack_a_compiler():
 )
 def test_an_auto_layer_computes_what_the_backend_it_stands_for_computes(monkeypatch, dtype, compiles, name):
     if not compiles:
-        monkeypatch.setattr(native, "why_not", lack_a_compiler)
+        monkeypatch.setattr(native, "kernels_unavailable", lack_a_compiler)
     x_TD = torch.randn(7, 16, generator=torch.Generator().manual_seed(0)).to(dtype)
     outputs = []
     for backend in ("auto", name):

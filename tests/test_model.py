@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from mode.transformer.initialise import initialise
 
-from mode.model.initialise import initialise
-from mode.model.transformer import ModeTransformer
 from mode.moe.experts import Experts
+from mode.transformer.model import ModeTransformer
 from tests import reference
 from tests.helpers import make_config
 

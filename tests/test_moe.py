@@ -9,10 +9,12 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
 
 from mode.accounting import expert_capacity
-from mode.layers import SwiGLU
-from mode.moe.dispatch import Rows, gather_rows, inverse, sum_rows
-from mode.moe.layer import MoELayer
-from mode.moe.router import largest_columns, within_capacity
+from mode.layers import Initial, SwiGLU
+from mode.moe.layer import LocalMoE
+from mode.moe.router import within_capacity
+from mode.ops.operators import largest_columns
+from mode.ops.rows import Rows, gather_rows, inverse, sum_rows
+from mode.records import collect_routing
 from tests import reference
 from tests.helpers import assert_same_with_gradients, make_config, needs_kernels, spread_weights
 
@@ -34,7 +36,11 @@ def two_cores():
 
 
 def make_layer(config, dtype, seed=0):
-    return spread_weights(MoELayer(config.experts, config.model.width).to(dtype), seed)
+    return spread_weights(LocalMoE(config.model.width, config=config.experts).to(dtype), seed)
+
+
+def route(layer, x_TD):
+    return layer.router(x_TD, (1, len(x_TD)))
 
 
 def tokens(num_tokens, dtype, seed=4):
@@ -43,11 +49,12 @@ def tokens(num_tokens, dtype, seed=4):
 
 
 def assert_matches_reference(config, layer, x_TD, tolerance):
-    actual, routing = layer(x_TD)
+    with collect_routing(layer) as records:
+        actual = layer(x_TD)[0]
     expected = reference.moe(layer, config, list(x_TD))
     expected = torch.stack(expected) if expected else x_TD * 0
     assert_same_with_gradients(actual, expected, {"x": x_TD, **dict(layer.named_parameters())}, tolerance)
-    return routing
+    return records[0].routing
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 13])
@@ -95,7 +102,7 @@ def test_all_no_op_gives_exactly_zero_and_zero_gradients(backend):
     layer.router.bias_J[-1] = 1e4
     routing = assert_matches_reference(config, layer, tokens(6, dtype), tolerance)
     assert routing.num_no_op() == 6 and routing.num_processed() == 0
-    out, _ = layer(tokens(6, dtype))
+    out = layer(tokens(6, dtype))[0]
     assert not out.any()
     out.square().sum().backward()
     assert all(not parameter.grad.any() for parameter in layer.experts.parameters())
@@ -117,7 +124,7 @@ def test_an_expert_with_no_token_gets_a_zero_gradient_and_the_others_the_right_o
 def test_one_expert_and_no_no_ops_equals_the_dense_feed_forward(backend):
     dtype, tolerance = BACKENDS[backend]
     config = make_config(experts={"backend": backend, "num_experts": 1, "top_k": 1})
-    layer, dense = make_layer(config, dtype), SwiGLU(16, 24).to(dtype)
+    layer, dense = make_layer(config, dtype), SwiGLU(16, 24, Initial(0, "dense")).to(dtype)
     for name in ("w1", "w2", "w3"):
         getattr(dense, name).weight.data.copy_(getattr(layer.experts, name)[0])
     x_TD = tokens(7, dtype)
@@ -136,8 +143,8 @@ def test_no_ops_own_no_parameters_but_their_router_row():
 def test_no_op_and_dropped_choices_are_in_no_dispatch():
     config = make_config(experts={"num_no_ops": 2, "no_op_fraction": 0.5, "capacity_factor": 0.5})
     layer, x_TD = make_layer(config, torch.float64), tokens(30, torch.float64)
-    _, routing = layer.router(x_TD)
-    sent = layer.dispatcher.dispatch(x_TD, routing)
+    routing = route(layer, x_TD)
+    sent = layer.experts.dispatcher.dispatch(x_TD, routing)
     assert routing.num_no_op() > 0 and routing.num_dropped() > 0
     assert len(sent.x_QD) == sent.counts_e.sum() == routing.num_processed()
     assert routing.num_processed() + routing.num_no_op() + routing.num_dropped() == 30 * 2
@@ -147,17 +154,17 @@ def test_no_op_and_dropped_choices_are_in_no_dispatch():
 def test_evaluation_is_dropless_and_twice_bit_equal():
     config = make_config(experts={"capacity_factor": 0.25})
     layer, x_TD = make_layer(config, torch.float32), tokens(20, torch.float32)
-    assert layer(x_TD)[1].num_dropped() > 0
+    assert route(layer, x_TD).num_dropped() > 0
     layer.eval()
-    first, routing = layer(x_TD)
-    assert routing.num_dropped() == 0
-    assert torch.equal(first, layer(x_TD)[0])
+    assert route(layer, x_TD).num_dropped() == 0
+    assert torch.equal(layer(x_TD)[0], layer(x_TD)[0])
 
 
 def test_router_stays_in_float32_in_a_bfloat16_model():
     config = make_config(experts={"num_no_ops": 1, "no_op_fraction": 0.25, "balance_bias": {}})
     layer = make_layer(config, torch.bfloat16)
-    out, routing = layer(tokens(8, torch.bfloat16))
+    x_TD = tokens(8, torch.bfloat16)
+    out, routing = layer(x_TD)[0], route(layer, x_TD)
     assert out.dtype == torch.bfloat16
     assert routing.logits_TJ.dtype == routing.gates_TK.dtype == layer.router.bias_J.dtype == torch.float32
 
@@ -175,9 +182,9 @@ def test_the_selection_bias_keeps_its_value_through_a_change_of_precision():
 def test_the_selection_bias_changes_choices_but_neither_scores_nor_gradients():
     config = make_config(experts={"balance_bias": {}, "top_k": 1})
     layer, x_TD = make_layer(config, torch.float64), tokens(8, torch.float64)
-    _, before = layer.router(x_TD)
+    before = route(layer, x_TD)
     layer.router.bias_J[1] = 100.0
-    _, after = layer.router(x_TD)
+    after = route(layer, x_TD)
     assert (after.choices_TK == 1).all() and not (before.choices_TK == 1).all()
     assert torch.equal(before.scores_TJ, after.scores_TJ)
     assert torch.equal(after.gates_TK, after.scores_TJ[:, 1:2])
@@ -237,7 +244,7 @@ def test_every_choice_is_processed_or_no_op_or_dropped(num_tokens, top_k, no_ops
     config = make_config(
         experts={"top_k": top_k, "num_no_ops": no_ops, "no_op_fraction": share, "capacity_factor": factor}
     )
-    routing = make_layer(config, torch.float32, seed).router(tokens(num_tokens, torch.float32, seed))[1]
+    routing = route(make_layer(config, torch.float32, seed), tokens(num_tokens, torch.float32, seed))
     processed, no_op, dropped = int(routing.num_processed()), int(routing.num_no_op()), int(routing.num_dropped())
     assert processed + no_op + dropped == num_tokens * top_k
     assert int(routing.choice_counts_J().sum()) == num_tokens * top_k
@@ -255,7 +262,8 @@ def test_a_tokens_rows_in_bfloat16_are_summed_before_they_are_rounded() -> None:
     generator = torch.Generator().manual_seed(0)
     x_RD = (4 * torch.randn(60, 16, generator=generator)).bfloat16()
     order_R = torch.randperm(60, generator=generator)
-    rows = Rows(tokens_R=inverse(order_R) // 3, rows_R=order_R, starts_T=torch.arange(0, 60, 3))
+    placed_R = inverse(order_R)
+    rows = Rows(placed_R, placed_R // 3, rows_R=order_R, starts_T=torch.arange(0, 60, 3), counts_E=torch.tensor([60]))
     expected_TD = x_RD[order_R].float().view(20, 3, 16).sum(dim=1).bfloat16()
     assert torch.equal(sum_rows(x_RD, torch.ones(60), rows), expected_TD)
     x_TD = torch.zeros(20, 16, dtype=torch.bfloat16, requires_grad=True)
@@ -278,9 +286,9 @@ def test_without_no_ops_and_capacity_nothing_waits_for_the_device_to_learn_how_m
     with_no_ops = make_config(experts={"num_no_ops": 2, "no_op_fraction": 0.5, "backend": "grouped_mm"})
     with FakeTensorMode():
         x_TD = torch.randn(12, config.model.width, requires_grad=True)
-        layer = MoELayer(config.experts, config.model.width)
-        out_TD, _ = layer(x_TD)
+        layer = LocalMoE(config.model.width, config=config.experts)
+        out_TD = layer(x_TD)[0]
         out_TD.sum().backward()
         assert x_TD.grad.shape == x_TD.shape and layer.experts.w1.grad.shape == layer.experts.w1.shape
         with pytest.raises(DynamicOutputShapeException):  # how many are no-ops only the device knows
-            MoELayer(with_no_ops.experts, config.model.width)(x_TD)
+            LocalMoE(config.model.width, config=with_no_ops.experts)(x_TD)

@@ -11,15 +11,15 @@ import sys
 
 import pytest
 import torch
+from mode.moe.backends.native import mix_tokens, native_experts
 from torch.utils.flop_counter import FlopCounterMode
 
-from mode.model.transformer import ModeTransformer
-from mode.moe.backends import choose_backend, loop_experts
-from mode.moe.backends.native import mix_tokens, native_experts
 from mode.moe.dispatch import LocalDispatcher
+from mode.moe.experts import choose_backend, loop_experts
 from mode.moe.layer import MoELayer
-from mode.native.library import _compiled
+from mode.ops.library import _compiled
 from mode.section import ConfigError
+from mode.transformer.model import ModeTransformer
 from tests import launch
 from tests.helpers import make_config, needs_kernels, spread_weights
 
@@ -277,7 +277,7 @@ def test_a_run_takes_it_and_trains_as_the_loop_does(tmp_path):
 
 ASK = """
 import torch
-from mode.moe.backends import choose_backend
+from mode.moe.experts import choose_backend
 from mode.section import ConfigError
 for name in ("auto", "native"):
     try:

@@ -6,18 +6,18 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from mode.depth.tokens import score_and_take
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from mode.depth.router import largest
-from mode.depth.tokens import score_and_take
 from mode.layers import RMSNorm
-from mode.losses import NO_LABEL, cross_entropy, token_losses
-from mode.model.rope import rope_tables, rotate_heads
 from mode.moe.router import ExpertScorer
-from mode.native import functions as native
+from mode.ops import operators as native
+from mode.transformer.attention import rope_tables, rotate_heads
+from mode.transformer.losses import NO_LABEL, cross_entropy, token_losses
 from tests.helpers import needs_kernels
 
 pytestmark = needs_kernels

@@ -16,11 +16,11 @@ from torch import Tensor, distributed
 from mode import accounting
 from mode.accounting import BlockCounts
 from mode.config import ExpertsConfig
-from mode.model.transformer import ModeTransformer
+from mode.moe.deepspeed import MoE
 from mode.moe.layer import MoELayer
-from mode.moe.parallel import ParallelMoELayer
 from mode.training.engine import start_process_group
 from mode.training.local_ranks import run_on_ranks
+from mode.transformer.model import ModeTransformer
 from tests.helpers import EXPERTS, make_config, spread_weights
 from tests.launch import CONTEXT
 
@@ -44,13 +44,13 @@ LAYERS: dict[str, tuple[dict[str, Any], list[int], list[float] | None]] = {
 }
 
 
-def whole_and_part(name: str) -> tuple[MoELayer, ParallelMoELayer, list[Tensor]]:
+def whole_and_part(name: str) -> tuple[MoELayer, MoE, list[Tensor]]:
     """The plain layer, the same one with this rank's experts only, and the tokens of every rank."""
     settings, sizes, bias = LAYERS[name]
     world_size, rank = distributed.get_world_size(), distributed.get_rank()
     config = ExpertsConfig.from_dict(EXPERTS | settings | {"ep_size": world_size})
     whole = spread_weights(MoELayer(config, WIDTH)).double()
-    part = ParallelMoELayer(config, WIDTH, ep_rank=rank).double()
+    part = MoE(config, WIDTH, ep_rank=rank).double()
     part.set_deepspeed_parallelism()
     local = slice(part.experts.first, part.experts.first + part.num_local_experts)
     weights = dict(whole.state_dict())
@@ -105,7 +105,7 @@ def count_bytes(no_op_bias: float) -> dict[str, Any]:
         experts=NO_OPS | {"ep_size": world_size}, model={"width": WIDTH, "activation_checkpointing": False}
     )
     assert config.experts is not None
-    layer = ParallelMoELayer(config.experts, WIDTH, ep_rank=distributed.get_rank())
+    layer = MoE(config.experts, WIDTH, ep_rank=distributed.get_rank())
     layer.set_deepspeed_parallelism()
     spread_weights(layer)
     layer.router.bias_J[4:] += no_op_bias
@@ -145,10 +145,10 @@ def evaluate_unevenly() -> dict[str, tuple[int, float]]:
     """Causal forward passes in which rank 0 alone keeps tokens, then none does: (kept, difference to one rank)."""
     rank, world_size = distributed.get_rank(), distributed.get_world_size()
     config = make_config(experts=NO_OPS | {"ep_size": world_size}, depth={"predictor": {"width": 4}})
-    model = ModeTransformer(config, functools.partial(ParallelMoELayer, ep_rank=rank)).eval()
+    model = ModeTransformer(config, functools.partial(MoE, ep_rank=rank)).eval()
     plain = ModeTransformer(config).eval()
     for module in model.modules():
-        if isinstance(module, ParallelMoELayer):
+        if isinstance(module, MoE):
             module.set_deepspeed_parallelism()
     ids = torch.arange(32).view(2, 16)
     found = {}
@@ -206,7 +206,7 @@ def test_a_rank_that_keeps_no_token_takes_part_in_the_block_all_the_same(ranks: 
 
 def test_the_engine_finds_every_attribute_it_reads_from_an_expert_layer() -> None:
     """By DeepSpeed's own source: where it asks whether a module is an AutoEP layer, what it then reads of it."""
-    layer = ParallelMoELayer(ExpertsConfig.from_dict(EXPERTS | {"ep_size": 2}), WIDTH, ep_rank=1)
+    layer = MoE(ExpertsConfig.from_dict(EXPERTS | {"ep_size": 2}), WIDTH, ep_rank=1)
     read: set[str] = set()
     for node in ast.walk(ast.parse(inspect.getsource(deepspeed.runtime.engine))):
         if isinstance(node, ast.If) and "isinstance(module, _AutoEPMoELayer)" in ast.unparse(node.test):
@@ -223,7 +223,7 @@ def test_the_engine_finds_every_attribute_it_reads_from_an_expert_layer() -> Non
 
 def test_what_we_set_on_a_layer_is_what_deepspeed_sets_on_its_own() -> None:
     source = inspect.getsource(AutoEPMoELayer.__init__)
-    ours = ParallelMoELayer(ExpertsConfig.from_dict(EXPERTS), WIDTH, ep_rank=0)
+    ours = MoE(ExpertsConfig.from_dict(EXPERTS), WIDTH, ep_rank=0)
     plain = set(vars(MoELayer(ExpertsConfig.from_dict(EXPERTS), WIDTH)))
     for name in sorted(set(vars(ours)) - plain):
         assert f"self.{name} = " in source, f"AutoEPMoELayer no longer sets {name!r}: mode/moe/parallel.py relies on it"

@@ -40,12 +40,12 @@ def export(arguments: argparse.Namespace) -> dict[str, Any]:
     """Does it, and returns the figures to print."""
     import torch
 
-    from mode.model.pretrained import DTYPES, TOKENIZER_FILES, WEIGHTS, check_output, save_pretrained
-    from mode.model.transformer import ModeTransformer
     from mode.section import ConfigError
     from mode.training.checkpoint import step_of
     from mode.training.consolidate import config_of, full_weights
     from mode.training.load import choose_checkpoint
+    from mode.transformer.model import ModeTransformer
+    from mode.transformer.pretrained import DTYPES, TOKENIZER_FILES, WEIGHTS, check_output, save_pretrained
 
     output = Path(os.path.abspath(arguments.output))
     check_output(output, arguments.overwrite)

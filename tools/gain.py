@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from mode.data import PackedData
-    from mode.model.transformer import ModeTransformer
+    from mode.transformer.model import ModeTransformer
 
 SIGHTINGS = 16  # a kind seen less often than this is ranked near the mean of all
 ENTROPIES = 64  # kinds of entropy, equally many tokens in each
@@ -114,8 +114,8 @@ def predict(
     from tqdm import tqdm
 
     from mode.data import spread_rows, validation_batches
-    from mode.losses import token_losses
     from mode.training.inputs import model_inputs
+    from mode.transformer.losses import token_losses
 
     rows = spread_rows(data.validation.rows, num_rows)
     end_of_text = data.tokenizer.end_of_text if model.config.data.document_masking else None

@@ -102,8 +102,8 @@ class Session:
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         from mode.generation import Sampling
-        from mode.model.pretrained import DTYPES
         from mode.training.load import load_model
+        from mode.transformer.pretrained import DTYPES
 
         self.arguments = arguments
         self.sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.repetition_penalty)

@@ -39,8 +39,8 @@ with output_for_figures_alone():
 
     from mode.config_file import RunConfig, run_config_from_dict
     from mode.data import TrainLoader
-    from mode.moe.parallel import ParallelMoELayer
-    from mode.routing import BlockRouting
+    from mode.moe.deepspeed import MoE
+    from mode.records import BlockRouting
     from mode.training.engine import build_engine, build_model, device, start_process_group
     from mode.training.local_ranks import run_on_ranks
     from mode.training.step import Step, optimizer_step
@@ -213,7 +213,7 @@ def full_weights(model: torch.nn.Module) -> dict[str, Tensor]:
     groups = {
         f"{name}.experts.{part}": module.ep_group
         for name, module in model.named_modules()
-        if isinstance(module, ParallelMoELayer)
+        if isinstance(module, MoE)
         for part in ("w1", "w2", "w3")
     }
     weights = {name: buffer.clone() for name, buffer in model.named_buffers()}

@@ -20,11 +20,11 @@ from mode.accounting.communication import (
 )
 from mode.accounting.counts import (
     BlockCounts,
+    capacity_fraction_at,
     depth_capacity,
     expected_block_counts,
     expected_counts,
     expert_capacity,
-    kept_fraction,
     steps_by_capacity,
 )
 from mode.accounting.flops import (
@@ -48,9 +48,9 @@ from mode.accounting.memory import (
     cache_bytes,
     cache_bytes_saved,
     cache_slots,
+    largest_capacity_fraction,
     logits_bytes,
     memory_per_rank,
-    most_kept,
 )
 from mode.accounting.parameters import (
     active_block_parameters,
@@ -94,14 +94,14 @@ __all__ = [
     "expected_counts",
     "expert_capacity",
     "head_flops",
-    "kept_fraction",
+    "capacity_fraction_at",
     "leaving_bytes",
     "logits_bytes",
     "memory_per_rank",
     "model_flops",
     "model_flops_by_part",
     "model_parameters",
-    "most_kept",
+    "largest_capacity_fraction",
     "num_expert_parameters",
     "num_parameters",
     "num_steps",

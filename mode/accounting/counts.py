@@ -16,7 +16,7 @@ def depth_capacity(fraction: float | Fraction, length: int) -> int:
     return math.ceil(exact(fraction) * length)
 
 
-def kept_fraction(depth: DepthConfig, step: int, num_steps: int) -> Fraction:
+def capacity_fraction_at(depth: DepthConfig, step: int, num_steps: int) -> Fraction:
     """The share of a sequence that routed blocks keep in step `step`, from 0 on, of a run.
 
     During the warm-up it falls evenly: before the first step it would be 1, and in its last one it is the capacity.
@@ -83,17 +83,17 @@ def expected_block_counts(
     rows: int,
     length: int | None = None,
     training: bool = True,
-    kept: Fraction | None = None,
+    capacity_fraction: Fraction | None = None,
 ) -> BlockCounts:
     """What block `layer` does with `rows` sequences when every column gets exactly its target share.
 
-    Evaluation (`training=False`) is dropless. `kept` is the share that a routed block keeps, by default the capacity
-    fraction; under token_choice, too.
+    Evaluation (`training=False`) is dropless. `capacity_fraction` is the share that a routed block keeps, by default the
+    configuration's; under token_choice, too.
     """
     length = config.model.sequence_length if length is None else length
     slots = length
     if config.depth is not None and config.is_routed(layer):
-        slots = depth_capacity(config.depth.capacity_fraction if kept is None else kept, length)
+        slots = depth_capacity(capacity_fraction or config.depth.capacity_fraction, length)
     tokens = rows * slots
     experts = config.experts
     if experts is None:
@@ -113,11 +113,11 @@ def expected_counts(
     rows: int,
     length: int | None = None,
     training: bool = True,
-    kept: Fraction | None = None,
+    capacity_fraction: Fraction | None = None,
 ) -> list[BlockCounts]:
     """`expected_block_counts` of every block."""
     layers = range(config.model.num_layers)
-    return [expected_block_counts(config, layer, rows, length, training, kept) for layer in layers]
+    return [expected_block_counts(config, layer, rows, length, training, capacity_fraction) for layer in layers]
 
 
 def check_conserved(config: ModeConfig, layer: int, counts: BlockCounts) -> None:

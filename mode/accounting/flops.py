@@ -117,13 +117,13 @@ def recompute_flops(config: ModeConfig, counts: Sequence[BlockCounts]) -> int:
     return sum(block_flops(config, layer, block).forward for layer, block in enumerate(counts))
 
 
-def step_flops(run: RunConfig, world_size: int, kept: Fraction | None = None) -> int:
+def step_flops(run: RunConfig, world_size: int, capacity_fraction: Fraction | None = None) -> int:
     """The training FLOPs an optimizer step is expected to take, over all ranks.
 
-    `kept` is the share of a sequence that routed blocks keep, by default the capacity fraction.
+    `capacity_fraction` is the share of a sequence that routed blocks keep, by default the configuration's.
     """
     micro, accumulation = run.engine.batch_layout(world_size)
-    return model_flops(run.mode, expected_counts(run.mode, micro, kept=kept)).training * accumulation * world_size
+    return model_flops(run.mode, expected_counts(run.mode, micro, capacity_fraction=capacity_fraction)).training * accumulation * world_size
 
 
 def run_flops(run: RunConfig, world_size: int, steps: int) -> int:
@@ -141,8 +141,8 @@ def _flops_of_steps(run: RunConfig, world_size: int) -> Callable[[int], int]:
     routed = [layer for layer in range(config.model.num_layers) if config.is_routed(layer)]
 
     @functools.cache
-    def of_a_routed_block(kept: Fraction | None) -> int:  # all of them are alike
-        return block_flops(config, routed[0], expected_block_counts(config, routed[0], micro, kept=kept)).training
+    def of_a_routed_block(share: Fraction | None) -> int:  # all of them are alike
+        return block_flops(config, routed[0], expected_block_counts(config, routed[0], micro, capacity_fraction=share)).training
 
     def total(steps: int) -> int:
         more = sum(

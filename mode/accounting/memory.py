@@ -86,7 +86,7 @@ def cache_bytes_saved(config: ModeConfig, counts: Sequence[BlockCounts], element
     return full - cache_bytes(config, counts, element_size)
 
 
-def most_kept(config: ModeConfig) -> Fraction | None:
+def largest_capacity_fraction(config: ModeConfig) -> Fraction | None:
     """The largest share of a sequence that routed blocks keep in a run: a warm-up begins with next to all.
 
     None: the capacity fraction, throughout.
@@ -108,6 +108,6 @@ def memory_per_rank(run: RunConfig, world_size: int, zero_stage: int | None = No
     element_size = ELEMENT_SIZE[zero.precision]
     return dataclasses.replace(
         state_memory(num_parameters(config) - experts, experts, world_size, ep_size, zero),
-        activations=activation_bytes(config, expected_counts(config, rows, kept=most_kept(config)), element_size),
+        activations=activation_bytes(config, expected_counts(config, rows, capacity_fraction=largest_capacity_fraction(config)), element_size),
         logits=logits_bytes(config, rows, config.model.sequence_length, element_size),
     )

@@ -1,7 +1,7 @@
 """Depth routers: which tokens of a sequence a block processes, and with which gate (paper eq. 1).
 
-Each router maps x_BLD to a `DepthRouting` and takes the kept tokens, in two ways: `forward` as in training, where a
-token competes with its whole sequence, and `causal`, where each token decides for itself (`decide`), for sampling and
+A router maps x_BLD to a `DepthRouting` and the kept tokens, in two ways: `forward` as in training, where a token
+competes with its whole sequence, and `causal`, where each token decides for itself (`decide`), for sampling and
 causal evaluation. Knows nothing of the block it routes for.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from fractions import Fraction
 
 import torch
 from torch import Tensor, nn
@@ -19,25 +19,25 @@ from torch.nn import functional as F
 from mode.accounting import depth_capacity
 from mode.config import DepthConfig, PredictorConfig, exact
 from mode.depth.noise import keyed_noise, noise_at
-from mode.depth.tokens import score_and_take, take_tokens
-from mode.layers import Scorer, at_least_float32
-from mode.routing import DepthRouting
+from mode.layers import Initial, Linear, Scorer
+from mode.ops import at_least_float32, score_and_take
+from mode.ops.operators import largest
+from mode.records import DepthRouting
+
+Routed = tuple[DepthRouting, Tensor]  # the record, and the kept tokens [B, S, D]
+
+
+def raw(logits: Tensor) -> Tensor:
+    """The paper's gate: the logit itself."""
+    return logits
+
 
 GATES: dict[str, Callable[[Tensor], Tensor]] = {
-    "raw": lambda logits: logits,  # the paper's gate
+    "raw": raw,
     "sigmoid": torch.sigmoid,
     "tanh": torch.tanh,
     "one": torch.ones_like,
 }
-
-
-def largest(logits_BL: Tensor, capacity: int) -> Tensor:
-    """The positions of the `capacity` largest of each row, ascending; of equals, the earlier ones.
-
-    A stable sort, because `topk` leaves open which of equal values it takes.
-    """
-    order_BL = logits_BL.sort(dim=1, descending=True, stable=True).indices
-    return order_BL[:, :capacity].sort(dim=1).values
 
 
 def pack(keep_BL: Tensor) -> tuple[Tensor, Tensor]:
@@ -49,23 +49,22 @@ def pack(keep_BL: Tensor) -> tuple[Tensor, Tensor]:
     return order_BL[:, :num_slots], valid_BS
 
 
-def keep_none(logits_BL: Tensor) -> Tensor:
-    """No position of any row, for whoever wants the logits only."""
-    return torch.empty_like(logits_BL[:, :0], dtype=torch.int64)
+def take_tokens(x_BLD: Tensor, kept_BS: Tensor) -> Tensor:
+    """[B, S, D]: the tokens at the given positions of every row."""
+    return x_BLD.gather(1, kept_BS.unsqueeze(-1).expand(-1, -1, x_BLD.shape[-1]))
 
 
 class DepthScorer(Scorer):
     """r = w . x, one number per token."""
 
-    def __init__(self, width: int) -> None:
-        super().__init__(width, 1)
+    def __init__(self, width: int, initial: Initial) -> None:
+        super().__init__(width, 1, initial)
 
-    def forward(
-        self, x_BLD: Tensor, keep: Callable[[Tensor], Tensor] = keep_none
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """(x, to go on with; the logits [B, L]; which positions `keep` keeps by them [B, S]; the tokens of those)."""
-        with torch.autocast(x_BLD.device.type, enabled=False):
-            return score_and_take(x_BLD, self.weight, keep)
+    def forward(self, x_BLD: Tensor, capacity: int | None = None) -> tuple[Tensor, ...]:
+        """(logits [B, L],) or, with a capacity, also the positions of the largest [B, C] and their tokens."""
+        if capacity is None:
+            return (self.logits(x_BLD).squeeze(-1),)
+        return score_and_take(x_BLD, self.weight, capacity)
 
 
 class Predictor(nn.Module):
@@ -74,10 +73,10 @@ class Predictor(nn.Module):
     Behind a stop-gradient: its loss trains it and nothing else.
     """
 
-    def __init__(self, config: PredictorConfig, width: int) -> None:
+    def __init__(self, config: PredictorConfig, width: int, initial: Initial) -> None:
         super().__init__()
-        self.up = nn.Linear(width, config.width)
-        self.down = nn.Linear(config.width, 1)
+        self.up = Linear(width, config.width, initial.part("up"), bias=True)
+        self.down = Linear(config.width, 1, initial.part("down"), bias=True)
 
     def forward(self, x_BLD: Tensor) -> Tensor:
         return at_least_float32(self.down(F.silu(self.up(x_BLD.detach()))).squeeze(-1))
@@ -92,16 +91,26 @@ class Decision:
     predicted_BL: Tensor | None  # float32: the predictor's logits, where it decided
 
 
-Routed = tuple[Tensor, Tensor, DepthRouting]  # x_BLD, to go on with; the kept tokens kept_BSD; which and why
-
-
 class DepthRouter(nn.Module):
-    """What all routers share: the gate, and causal use."""
+    """What all routers share: the gate, and causal use. `capacity_fraction` is the share of a sequence to keep."""
 
     def __init__(self, config: DepthConfig) -> None:
         super().__init__()
-        self.kept_fraction = exact(config.capacity_fraction)  # of a sequence; another during a warm-up
-        self.gate = GATES[config.gate]
+        self.capacity_fraction = exact(config.capacity_fraction)
+        self.gate_name = config.gate
+
+    def gate(self, logits: Tensor) -> Tensor:
+        return GATES[self.gate_name](logits)
+
+    def forward(
+        self,
+        x_BLD: Tensor,
+        sample_keys_B: Tensor,
+        capacity_fraction: Fraction | None = None,
+        present_BL: Tensor | None = None,
+    ) -> Routed:
+        """Keeps the share `capacity_fraction`, by default its own, of every sequence; never padding."""
+        raise NotImplementedError
 
     def decide(self, x_BLD: Tensor, sample_keys_B: Tensor, positions_BL: Tensor, method: str) -> Decision:
         """Each token for itself, by `method`: "predictor" or "router"."""
@@ -115,30 +124,67 @@ class DepthRouter(nn.Module):
         method: str,
         present_BL: Tensor | None = None,
     ) -> Routed:
-        """The routing that follows from `decide`. Fillers, False in `present_BL`, are never kept."""
+        """The routing that follows from `decide`. Padding, False in `present_BL`, is never kept."""
         decision = self.decide(x_BLD, sample_keys_B, positions_BL, method)
         keep_BL = decision.keep_BL if present_BL is None else decision.keep_BL & present_BL
-        return _taken(x_BLD, _ragged(decision.logits_BL, keep_BL, self.gate, decision.predicted_BL))
+        return self._ragged(x_BLD, decision.logits_BL, keep_BL, decision.predicted_BL, present_BL)
+
+    def capacity(self, capacity_fraction: Fraction | None, length: int) -> int:
+        return depth_capacity(self.capacity_fraction if capacity_fraction is None else capacity_fraction, length)
+
+    def _ragged(
+        self,
+        x_BLD: Tensor,
+        logits_BL: Tensor,
+        keep_BL: Tensor,
+        predicted_BL: Tensor | None,
+        present_BL: Tensor | None,
+    ) -> Routed:
+        kept_BS, valid_BS = pack(keep_BL)
+        gates_BS = self.gate(logits_BL.gather(1, kept_BS))
+        routing = DepthRouting(logits_BL, kept_BS, gates_BS, valid_BS, predicted_BL, present_BL)
+        return routing, take_tokens(x_BLD, kept_BS)
+
+
+def largest_present(ranked_BL: Tensor, capacity: int, present_BL: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """`largest` among the tokens that are not padding: (positions_BS, valid_BS; None: all are valid)."""
+    if present_BL is None:
+        return largest(ranked_BL, capacity), None
+    kept_BS = largest(ranked_BL.detach().masked_fill(~present_BL, float("-inf")), capacity)
+    return kept_BS, present_BL.gather(1, kept_BS)
 
 
 class LearnedRouter(DepthRouter):
     """The paper's router: the C largest logits of each sequence, exactly C."""
 
-    def __init__(self, config: DepthConfig, width: int) -> None:
+    def __init__(self, config: DepthConfig, width: int, initial: Initial) -> None:
         super().__init__(config)
-        self.scorer = DepthScorer(width)
-        self.predictor = None if config.predictor is None else Predictor(config.predictor, width)
+        self.scorer = DepthScorer(width, initial.part("scorer"))
+        predictor = config.predictor
+        self.predictor = None if predictor is None else Predictor(predictor, width, initial.part("predictor"))
 
-    def forward(self, x_BLD: Tensor, sample_keys_B: Tensor) -> Routed:
-        keep = partial(largest, capacity=depth_capacity(self.kept_fraction, x_BLD.shape[1]))
-        x_BLD, logits_BL, kept_BS, kept_BSD = self.scorer(x_BLD, keep)
+    def forward(
+        self,
+        x_BLD: Tensor,
+        sample_keys_B: Tensor,
+        capacity_fraction: Fraction | None = None,
+        present_BL: Tensor | None = None,
+    ) -> Routed:
+        capacity = self.capacity(capacity_fraction, x_BLD.shape[1])
+        if present_BL is None:
+            logits_BL, kept_BS, kept_BSD = self.scorer(x_BLD, capacity)
+            valid_BS = None
+        else:
+            (logits_BL,) = self.scorer(x_BLD)
+            kept_BS, valid_BS = largest_present(logits_BL, capacity, present_BL)
+            kept_BSD = take_tokens(x_BLD, kept_BS)
         gates_BS = self.gate(logits_BL.gather(1, kept_BS))
         predicted_BL = None if self.predictor is None else self.predictor(x_BLD)
-        return x_BLD, kept_BSD, DepthRouting(logits_BL, kept_BS, gates_BS, None, predicted_BL)
+        return DepthRouting(logits_BL, kept_BS, gates_BS, valid_BS, predicted_BL, present_BL), kept_BSD
 
     def decide(self, x_BLD: Tensor, sample_keys_B: Tensor, positions_BL: Tensor, method: str) -> Decision:
         """Kept where the predictor or the router itself says so. The gate is the router's either way."""
-        _, logits_BL, _, _ = self.scorer(x_BLD)
+        (logits_BL,) = self.scorer(x_BLD)
         if method == "router":
             return Decision(logits_BL, logits_BL > 0, None)
         assert self.predictor is not None
@@ -153,16 +199,22 @@ class StochasticRouter(DepthRouter):
         super().__init__(config)
         self.seed, self.layer = seed, layer
 
-    def forward(self, x_BLD: Tensor, sample_keys_B: Tensor) -> Routed:
+    def forward(
+        self,
+        x_BLD: Tensor,
+        sample_keys_B: Tensor,
+        capacity_fraction: Fraction | None = None,
+        present_BL: Tensor | None = None,
+    ) -> Routed:
         noise_BL = keyed_noise(sample_keys_B, self.seed, self.layer, x_BLD.shape[1])
-        kept_BS = largest(noise_BL, depth_capacity(self.kept_fraction, x_BLD.shape[1]))
+        kept_BS, valid_BS = largest_present(noise_BL, self.capacity(capacity_fraction, x_BLD.shape[1]), present_BL)
         gates_BS = self.gate(noise_BL.gather(1, kept_BS))
-        return _taken(x_BLD, DepthRouting(noise_BL, kept_BS, gates_BS, None, None))
+        return DepthRouting(noise_BL, kept_BS, gates_BS, valid_BS, None, present_BL), take_tokens(x_BLD, kept_BS)
 
     def decide(self, x_BLD: Tensor, sample_keys_B: Tensor, positions_BL: Tensor, method: str) -> Decision:
         """Kept where the noise is above the level that the kept share of all noise exceeds."""
         noise_BL = noise_at(sample_keys_B, self.seed, self.layer, positions_BL)
-        above = float(1 - self.kept_fraction)
+        above = float(1 - self.capacity_fraction)
         level = statistics.NormalDist().inv_cdf(above) if above > 0 else float("-inf")
         return Decision(noise_BL, noise_BL > level, None)
 
@@ -173,34 +225,32 @@ class TokenChoiceRouter(DepthRouter):
     At most C of a sequence do; over that, the lowest logits stay out, of equals the later ones.
     """
 
-    def __init__(self, config: DepthConfig, width: int) -> None:
+    def __init__(self, config: DepthConfig, width: int, initial: Initial) -> None:
         super().__init__(config)
-        self.scorer = DepthScorer(width)
+        self.scorer = DepthScorer(width, initial.part("scorer"))
 
-    def forward(self, x_BLD: Tensor, sample_keys_B: Tensor) -> Routed:
-        x_BLD, logits_BL, _, _ = self.scorer(x_BLD)
-        allowed_BS = largest(logits_BL, depth_capacity(self.kept_fraction, x_BLD.shape[1]))
-        allowed_BL = torch.zeros_like(logits_BL, dtype=torch.bool).scatter(1, allowed_BS, True)
-        return _taken(x_BLD, _ragged(logits_BL, allowed_BL & (logits_BL > 0), self.gate, None))
+    def forward(
+        self,
+        x_BLD: Tensor,
+        sample_keys_B: Tensor,
+        capacity_fraction: Fraction | None = None,
+        present_BL: Tensor | None = None,
+    ) -> Routed:
+        (logits_BL,) = self.scorer(x_BLD)
+        capacity = self.capacity(capacity_fraction, x_BLD.shape[1])
+        allowed_BS, _ = largest_present(logits_BL, capacity, present_BL)
+        keep_BL = torch.zeros_like(logits_BL, dtype=torch.bool).scatter(1, allowed_BS, True) & (logits_BL > 0)
+        keep_BL = keep_BL if present_BL is None else keep_BL & present_BL
+        return self._ragged(x_BLD, logits_BL, keep_BL, None, present_BL)
 
     def decide(self, x_BLD: Tensor, sample_keys_B: Tensor, positions_BL: Tensor, method: str) -> Decision:
         """As in training without the capacity, which looks at the whole sequence."""
-        _, logits_BL, _, _ = self.scorer(x_BLD)
+        (logits_BL,) = self.scorer(x_BLD)
         return Decision(logits_BL, logits_BL > 0, None)
-
-
-def _ragged(
-    logits_BL: Tensor, keep_BL: Tensor, gate: Callable[[Tensor], Tensor], predicted_BL: Tensor | None
-) -> DepthRouting:
-    kept_BS, valid_BS = pack(keep_BL)
-    return DepthRouting(logits_BL, kept_BS, gate(logits_BL.gather(1, kept_BS)), valid_BS, predicted_BL)
-
-
-def _taken(x_BLD: Tensor, depth: DepthRouting) -> Routed:
-    return *take_tokens(x_BLD, depth.kept_BS), depth
 
 
 def build_depth_router(config: DepthConfig, width: int, seed: int, layer: int) -> DepthRouter:
     if config.selection == "stochastic":
         return StochasticRouter(config, seed, layer)
-    return (LearnedRouter if config.selection == "learned" else TokenChoiceRouter)(config, width)
+    initial = Initial.of_block(seed, layer).part("router")
+    return (LearnedRouter if config.selection == "learned" else TokenChoiceRouter)(config, width, initial)

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from mode.generation.prompts import Prompts
-from mode.model.cache import BlockCache
-from mode.model.rope import rope_tables
-from mode.model.transformer import ModeTransformer
-from mode.moe.experts import Experts
-from mode.placement import Placement
+from mode.moe.experts import StackedExperts
+from mode.transformer.attention import Grid, rope_tables
+from mode.transformer.cache import BlockCache
+from mode.transformer.model import ModeTransformer
 
 
 class CachedDecoder:
@@ -40,11 +39,11 @@ class CachedDecoder:
         ids_BL, present_BL = self.prompts.ids_BL, self.prompts.present_BL
         num_rows, length = ids_BL.shape
         x_BLD = self.model.embed(ids_BL)
-        placement = self.model.place(num_rows, length, None, x_BLD)
+        grid = self.model.place(num_rows, length, None, x_BLD)
         if present_BL is not None:
-            placement = placement.take(placement.positions_BS, present_BL)
+            grid = grid.take(grid.positions_BS, present_BL)
         for block, cache in zip(self.blocks, self.caches, strict=True):
-            x_BLD = block.prefill(x_BLD, placement, self.sample_keys_B, self.method, cache)
+            x_BLD = block.prefill(x_BLD, grid, self.sample_keys_B, self.method, cache)
         rows_B = torch.arange(num_rows, device=ids_BL.device)
         return self.model.read_out(x_BLD[rows_B, self.positions_B - 1])
 
@@ -52,10 +51,10 @@ class CachedDecoder:
     def step(self, ids_B: Tensor) -> Tensor:
         """Logits [B, V] after one more token per row."""
         positions_B1 = self.positions_B.unsqueeze(1)
-        placement = Placement(positions_B1, self.cos_LH[positions_B1], self.sin_LH[positions_B1], None, None)
+        grid = Grid(positions_B1, self.cos_LH[positions_B1], self.sin_LH[positions_B1])
         x_B1D = self.model.embed(ids_B.unsqueeze(1))
         for block, cache in zip(self.blocks, self.caches, strict=True):
-            x_B1D = block.step(x_B1D, placement, self.sample_keys_B, self.method, cache)
+            x_B1D = block.step(x_B1D, grid, self.sample_keys_B, self.method, cache)
         self.positions_B = self.positions_B + 1
         return self.model.read_out(x_B1D[:, 0])
 
@@ -75,7 +74,7 @@ class CachedDecoder:
 def _check_whole(model: ModeTransformer) -> None:
     """Refuses a model spread over ranks: its blocks are collectives, and a rank that skips one hangs the others."""
     experts = model.config.experts
-    parts = [module for module in model.modules() if isinstance(module, Experts)]
+    parts = [module for module in model.modules() if isinstance(module, StackedExperts)]
     spread = experts is not None and any(len(part.w1) != experts.num_experts for part in parts)
     if spread or any(hasattr(parameter, "ds_id") for parameter in model.parameters()):  # ds_id: ZeRO stage 3
         what = f"experts.ep_size = {experts.ep_size}" if spread and experts is not None else "ZeRO stage 3"

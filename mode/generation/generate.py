@@ -15,7 +15,7 @@ from mode.generation.cached import CachedDecoder
 from mode.generation.prompts import Prompts, check_prompts
 from mode.generation.sampling import Sampling, sample
 from mode.generation.uncached import UncachedDecoder
-from mode.model.transformer import ModeTransformer
+from mode.transformer.model import ModeTransformer
 
 Decoder = CachedDecoder | UncachedDecoder
 

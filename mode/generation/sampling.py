@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mode.layers import at_least_float32
+from mode.ops import at_least_float32
 
 
 @dataclass(frozen=True)

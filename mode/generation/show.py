@@ -16,8 +16,8 @@ import torch
 from mode.data.tokenizer import Tokenizer
 from mode.generation.page import UNPRINTABLE, colour, css, escaped, ink, page
 from mode.generation.text import TextStream
-from mode.model.transformer import ModeTransformer
-from mode.routing import BlockRouting
+from mode.records import BlockRouting, flatten
+from mode.transformer.model import ModeTransformer
 
 RESET = "\x1b[0m"
 
@@ -108,7 +108,7 @@ def token_routes(
 
 def _entered(record: BlockRouting) -> list[tuple[int, int, int]]:
     """(position, choices, no-op choices) of every token of the only row that the block processed."""
-    positions = record.placement.flatten(record.placement.positions_BS).tolist()
+    positions = flatten(record.positions_BS, record.valid_BS).tolist()
     if record.experts is None:
         return [(position, 0, 0) for position in positions]
     choices_TK = record.experts.choices_TK

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mode.generation.prompts import Prompts
-from mode.model.transformer import ModeTransformer
+from mode.transformer.model import ModeTransformer
 
 
 class UncachedDecoder:

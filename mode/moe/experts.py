@@ -1,30 +1,243 @@
-"""The stacked weights of the real experts. No-ops own nothing here."""
+"""The real experts of a rank: their stacked weights, and the ways to compute them. No-ops own nothing here.
+
+Which way is decided once, at construction. It changes neither parameters nor checkpoints nor, but for rounding,
+results.
+"""
 
 from __future__ import annotations
+
+import copy
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from mode.moe.backends import BACKENDS
-from mode.moe.backends.native import mix_tokens
+from mode.config import ExpertsConfig
+from mode.layers import Initial
+from mode.moe.dispatch import LocalDispatcher
+from mode.moe.megablocks import MegaBlocksDispatcher, check_megablocks, megablocks_experts
+from mode.ops import mix
+from mode.ops.library import Unavailable, kernels_unavailable
+from mode.ops.operators import KERNEL_DTYPES
+from mode.ops.swiglu import grouped_mm_experts, grouped_mm_unavailable, loop_experts
+from mode.records import ExpertRouting
+from mode.section import ConfigError
+
+Mark = Callable[[nn.Parameter], None]
 
 
-class Experts(nn.Module):
-    """Experts `first` .. `first + num_local - 1`, each a SwiGLU; `backend` computes them."""
+class StackedExperts(nn.Module):
+    """Experts `first` .. `first + num_local - 1`, each a SwiGLU, with one tensor for each of its three weights.
 
-    def __init__(self, num_local: int, width: int, hidden_width: int, backend: str, first: int = 0) -> None:
+    Expert e draws its initial weights from a key of its own, so they do not depend on how many a rank holds. `mark` is
+    called with each parameter before the constructor ends, where ZeRO's `zero.Init` partitions it.
+    """
+
+    def __init__(
+        self,
+        num_local: int,
+        width: int,
+        hidden_width: int,
+        initial: Initial,
+        *,
+        first: int = 0,
+        output_scale: float = 1.0,
+        mark: Mark | None = None,
+    ) -> None:
         super().__init__()
         self.first = first
-        self.compute = BACKENDS[backend]
         self.w1 = nn.Parameter(torch.empty(num_local, hidden_width, width))
         self.w2 = nn.Parameter(torch.empty(num_local, width, hidden_width))
         self.w3 = nn.Parameter(torch.empty(num_local, hidden_width, width))
+        for name, scale in (("w1", 1.0), ("w2", output_scale), ("w3", 1.0)):
+            parameter = getattr(self, name)
+            for local, weight in enumerate(parameter.data):
+                initial.part(name).part(first + local).fill(weight, scale)
+            if mark is not None:
+                mark(parameter)
 
-    def forward(self, x_XD: Tensor, rows: Tensor, gates_TK: Tensor | None = None) -> Tensor:
-        """Rows sorted by expert, `rows` how many each has; or, with gates, tokens, `rows` their choices [T, K].
+    def forward(self, x_TD: Tensor, routing: ExpertRouting) -> Tensor:
+        """[T, D]: the sum of each token's processed choices, each times its gate."""
+        raise NotImplementedError
 
-        Both in here, because ZeRO-3 gathers a module's weights when it is called.
-        """
-        if gates_TK is None:
-            return self.compute(x_XD, rows, self.w1, self.w2, self.w3)
-        return mix_tokens(x_XD, rows, gates_TK, self.w1, self.w2, self.w3)
+
+class FusedExperts(StackedExperts):
+    """Gather, products, activation, gates and sum in one operator: a kernel on CPUs. For experts on one rank."""
+
+    def forward(self, x_TD: Tensor, routing: ExpertRouting) -> Tensor:
+        choices_TK = routing.choices_TK.where(routing.processed_TK, -1)
+        return mix(x_TD, choices_TK, routing.gates_TK, self.w1, self.w2, self.w3)
+
+
+class SortedExperts(StackedExperts):
+    """Sorts tokens by expert, on this rank or over several, and computes the rows of each of its experts."""
+
+    def __init__(self, compute: RowExperts, dispatcher: LocalDispatcher, *sizes: Any, **options: Any) -> None:
+        super().__init__(*sizes, **options)
+        self.compute, self.dispatcher = compute, dispatcher
+
+    def forward(self, x_TD: Tensor, routing: ExpertRouting) -> Tensor:
+        sent = self.dispatcher.dispatch(x_TD, routing)
+        return self.dispatcher.combine(self.compute(sent.x_QD, sent.counts_e, self.w1, self.w2, self.w3), sent)
+
+
+class ModuleExperts(nn.Module):
+    """Experts of any kind: copies of a module that maps [rows, D] to [rows, D].
+
+    DeepSpeed divides and saves experts as three stacked tensors, so the parameters of a copy lie one behind another in
+    these: w1, w2 and w3 hold a third each. The copies begin alike, as DeepSpeed's own do.
+    """
+
+    def __init__(
+        self,
+        expert: nn.Module,
+        num_local: int,
+        dispatcher: LocalDispatcher,
+        *,
+        first: int = 0,
+        mark: Mark | None = None,
+    ) -> None:
+        super().__init__()
+        self.first, self.dispatcher = first, dispatcher
+        parameters = dict(expert.named_parameters())
+        _check_parameters(parameters)
+        self.shapes = {name: parameter.shape for name, parameter in parameters.items()}
+        flat = torch.cat([parameter.detach().flatten() for parameter in parameters.values()])
+        third = math.ceil(len(flat) / 3)
+        parts = torch.cat([flat, flat.new_zeros(3 * third - len(flat))]).split(third)
+        for name, part in zip(("w1", "w2", "w3"), parts, strict=True):
+            parameter = nn.Parameter(part.expand(num_local, 1, -1).clone())
+            self.register_parameter(name, parameter)
+            if mark is not None:
+                mark(parameter)
+        template = copy.deepcopy(expert)
+        for name in self.shapes:
+            owner, _, last = name.rpartition(".")
+            setattr(template.get_submodule(owner), last, nn.Parameter(flat.new_empty(0)))  # holds the name alone
+        self.template = [template]  # in a list: its parameters are not ours
+
+    def forward(self, x_TD: Tensor, routing: ExpertRouting) -> Tensor:
+        sent = self.dispatcher.dispatch(x_TD, routing)
+        template = self.template[0].train(self.training)
+        outputs = []
+        rows = sent.x_QD.split(sent.counts_e.tolist())
+        for x_XD, *parts in zip(rows, self.w1, self.w2, self.w3, strict=True):
+            parameters = self._parameters_of(torch.cat([part[0] for part in parts]))
+            out = torch.func.functional_call(template, parameters, (x_XD,))
+            outputs.append(out[0] if isinstance(out, tuple) else out)
+        return self.dispatcher.combine(torch.cat(outputs), sent)
+
+    def _parameters_of(self, flat: Tensor) -> dict[str, Tensor]:
+        sizes = [shape.numel() for shape in self.shapes.values()]
+        parts = flat[: sum(sizes)].split(sizes)
+        return {name: part.view(shape) for (name, shape), part in zip(self.shapes.items(), parts, strict=True)}
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ModuleExperts:
+        self.template[0]._apply(fn)  # for its buffers
+        super()._apply(fn, recurse)
+        return self
+
+
+def _check_parameters(parameters: dict[str, nn.Parameter]) -> None:
+    if not parameters:
+        raise ValueError("expert has no parameters; give a module that has some, or expert_width for SwiGLU experts")
+    dtypes = {parameter.dtype for parameter in parameters.values()}
+    if len(dtypes) > 1:
+        raise ValueError(f"expert has parameters of {sorted(map(str, dtypes))}; all must have one dtype")
+
+
+# ---- Rows of sorted experts, by backend ----
+
+RowExperts = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+def fused_rows(x_QD: Tensor, counts_e: Tensor, w1_eFD: Tensor, w2_eDF: Tensor, w3_eFD: Tensor) -> Tensor:
+    """Rows that are sorted by expert, as from other ranks: tokens of one choice each."""
+    experts_e = torch.arange(len(counts_e), device=counts_e.device)
+    experts_Q1 = experts_e.repeat_interleave(counts_e, output_size=len(x_QD)).unsqueeze(1)
+    return mix(x_QD, experts_Q1, x_QD.new_ones(len(x_QD), 1), w1_eFD, w2_eDF, w3_eFD)
+
+
+def auto_rows(x_QD: Tensor, counts_e: Tensor, w1_eFD: Tensor, w2_eDF: Tensor, w3_eFD: Tensor) -> Tensor:
+    """For a model that may still move: chosen by the tensors themselves. A trainer chooses once, at its start."""
+    name, _ = choose_backend("auto", x_QD.device, x_QD.dtype, tuple(w1_eFD.shape[1:]))
+    return ROW_EXPERTS[name](x_QD, counts_e, w1_eFD, w2_eDF, w3_eFD)
+
+
+ROW_EXPERTS: dict[str, RowExperts] = {
+    "auto": auto_rows,
+    "megablocks": megablocks_experts,
+    "native": fused_rows,
+    "grouped_mm": grouped_mm_experts,
+    "loop": loop_experts,
+}
+PREFERENCE = ("megablocks", "native", "grouped_mm", "loop")  # what "auto" tries, in this order
+
+
+@functools.cache
+def choose_backend(name: str, device: torch.device, dtype: torch.dtype, widths: tuple[int, ...]) -> tuple[str, str]:
+    """(the backend that the setting `name` stands for in such a model on this machine, why that one).
+
+    `widths` are those of the model and of an expert. Only a setting that names a backend can be refused: a
+    `ConfigError`. "auto" always finds one.
+    """
+    checks = {"megablocks": check_megablocks, "native": check_native}
+    if name != "auto":
+        if name in checks:
+            try:
+                checks[name](device, dtype)
+            except Unavailable as why:
+                raise ConfigError("experts.backend", f'is "{name}"; {why.reason}; {why.fix}') from why
+        return name, "as configured"
+    best, reason = ("native", "compiled for this CPU") if device.type == "cpu" else ("megablocks", "it is installed")
+    try:
+        checks[best](device, dtype)
+        return best, reason
+    except Unavailable as why:
+        no_best = why.reason
+    no_grouped_mm = grouped_mm_unavailable(dtype, widths)
+    if no_grouped_mm is None:
+        return "grouped_mm", no_best
+    return "loop", f"{no_best}; {no_grouped_mm}"
+
+
+def check_native(device: torch.device, dtype: torch.dtype) -> None:
+    """Refuses, by `Unavailable`, a model that the kernels cannot compute here; compiles them, if they can."""
+    if device.type != "cpu":
+        raise Unavailable(f"native experts are for CPUs, and this is a {device.type} device", 'use "auto"')
+    if dtype not in KERNEL_DTYPES:
+        name = str(dtype).removeprefix("torch.")
+        raise Unavailable(f"native experts are in float32 or float64 and this model is {name}", 'use "auto"')
+    missing = kernels_unavailable()
+    if missing is not None:
+        raise missing
+
+
+def processes_all(config: ExpertsConfig) -> bool:
+    """Whether every choice is computed: there is no no-op to choose and no capacity to exceed."""
+    return config.num_no_ops == 0 and config.capacity_factor is None
+
+
+def build_experts(
+    config: ExpertsConfig,
+    width: int,
+    initial: Initial,
+    *,
+    ep_size: int = 1,
+    ep_rank: int = 0,
+    output_scale: float = 1.0,
+    mark: Mark | None = None,
+) -> StackedExperts:
+    """The SwiGLU experts of rank `ep_rank` of `ep_size`. Where there are several, `mode.moe.deepspeed` connects them."""
+    num_local = config.num_experts // ep_size
+    sizes = (num_local, width, config.width, initial.part("experts"))
+    options: dict[str, Any] = {"first": ep_rank * num_local, "output_scale": output_scale, "mark": mark}
+    if ep_size == 1 and config.backend in ("auto", "native"):
+        return FusedExperts(*sizes, **options)
+    # MegaBlocks' own permutation where it fits: with no-ops or a capacity it would copy rows that no expert processes.
+    its_own = config.backend == "megablocks" and processes_all(config)
+    dispatcher = (MegaBlocksDispatcher if its_own else LocalDispatcher)(processes_all(config))
+    return SortedExperts(ROW_EXPERTS[config.backend], dispatcher, *sizes, **options)

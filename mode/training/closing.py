@@ -12,9 +12,9 @@ import torch
 
 from mode.config_file import RunConfig
 from mode.data import PackedData, bigram_loss, spread_rows
-from mode.model.transformer import ModeTransformer
 from mode.training.compiling import uncompiled
 from mode.training.console import table
+from mode.transformer.model import ModeTransformer
 
 SAMPLE_PROMPT_TOKENS, SAMPLE_NEW_TOKENS = 24, 72
 

@@ -15,9 +15,9 @@ from contextlib import contextmanager
 import torch
 
 from mode.config_file import RunConfig
-from mode.model.block import BlockBody, DenseFeedForward
-from mode.model.transformer import ModeTransformer
 from mode.section import ConfigError
+from mode.transformer.block import BlockBody, DenseFeedForward
+from mode.transformer.model import ModeTransformer
 
 
 @contextmanager

@@ -23,9 +23,9 @@ from torch import Tensor
 from tqdm import tqdm
 
 from mode.config import ModeConfig
-from mode.model.transformer import ModeTransformer
 from mode.section import ConfigError
 from mode.training.checkpoint import run_of
+from mode.transformer.model import ModeTransformer
 
 
 def config_of(checkpoint: Path) -> ModeConfig:

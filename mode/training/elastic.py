@@ -19,6 +19,7 @@ import torch
 from torch import distributed
 
 from mode.config_file import RunConfig
+from mode.engine import separate_optimizer_steps
 from mode.section import ConfigError
 from mode.training.checkpoint import load_checkpoint
 from mode.training.consolidate import to_universal
@@ -84,10 +85,7 @@ def for_any_layout(
 def load_universal(engine: Any, copy: Path) -> dict[str, Any]:
     """Restores the engine from a universal checkpoint and returns the state that was saved with it."""
     state = load_checkpoint(engine, copy)
-    # DeepSpeed gives all parts of a stage-3 optimizer one and the same step tensor, which each would then count up.
-    for values in engine.optimizer.optimizer.state.values():
-        if isinstance(values.get("step"), torch.Tensor):
-            values["step"] = values["step"].clone()
+    separate_optimizer_steps(engine)
     return state
 
 

@@ -9,7 +9,6 @@ import os
 import resource
 import sys
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import deepspeed
@@ -25,13 +24,14 @@ from torch.distributed import DistNetworkError
 from mode import accounting
 from mode.config import ModeConfig
 from mode.config_file import RunConfig
-from mode.model.transformer import ModeTransformer
-from mode.moe.backends import PREFERENCE, choose_backend
-from mode.moe.parallel import ParallelMoELayer
+from mode.engine import initialize
+from mode.moe.deepspeed import MoE
+from mode.moe.experts import PREFERENCE, choose_backend
 from mode.section import ConfigError, show
 from mode.training.local_ranks import free_port
 from mode.training.refusals import refuse_what_is_wrong
 from mode.training.watchdog import Watchdog
+from mode.transformer.model import ModeTransformer
 
 MONITORS = ("tensorboard", "csv_monitor", "wandb", "comet")
 TIMEOUT_MARGIN = 60  # seconds by which a collective's own limit is longer than the watchdog's, which tells more
@@ -130,7 +130,7 @@ def build_model(config: ModeConfig) -> ModeTransformer:
         raise ConfigError(
             "mode.experts.ep_size", f"is {ep_size}, which does not divide the {world_size} ranks; use a divisor"
         )
-    return ModeTransformer(config, partial(ParallelMoELayer, ep_rank=distributed.get_rank() % ep_size))
+    return ModeTransformer(config, MoE)
 
 
 def build_engine(run: RunConfig, model: ModeTransformer, world_size: int, universal: bool = False) -> Any:
@@ -149,7 +149,7 @@ def build_engine(run: RunConfig, model: ModeTransformer, world_size: int, univer
     if str(settings["optimizer"]["type"]).lower() != "muon":
         import_muon_uncompiled()
     try:
-        engine, _, _, _ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=settings)
+        engine, _, _, _ = initialize(model, settings)
     except WRONG_SETTING as error:
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise ConfigError("deepspeed", f"DeepSpeed refused its part of the configuration: {reason}") from error

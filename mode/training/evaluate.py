@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, distributed
 
 from mode.data import Split, spread_rows, validation_batches
-from mode.losses import token_losses
 from mode.moe.router import ExpertRouter
-from mode.routing import BlockRouting
+from mode.records import BlockRouting
 from mode.training.inputs import model_inputs
+from mode.transformer.losses import token_losses
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,11 @@ import torch
 
 from mode.data import PackedData, prepare_data
 from mode.data.tokenizer import Tokenizer
-from mode.model.pretrained import WEIGHTS
-from mode.model.transformer import ModeTransformer
 from mode.section import ConfigError
 from mode.training.checkpoint import MANIFEST, STEP, damage, newest_whole, step_of
 from mode.training.consolidate import config_of, full_weights
+from mode.transformer.model import ModeTransformer
+from mode.transformer.pretrained import WEIGHTS
 
 
 @dataclass(frozen=True)

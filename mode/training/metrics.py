@@ -16,7 +16,7 @@ from torch import Tensor, distributed
 from mode import accounting
 from mode.accounting import BlockCounts
 from mode.config import ModeConfig
-from mode.routing import BlockRouting
+from mode.records import BlockRouting
 
 # The columns of a block's sums; the choices of each expert column follow.
 TOKENS, KEPT, PREDICTED_RIGHT, ABOVE_HALF, PROCESSED, NO_OP, DROPPED, GATES, CHOICES = range(9)
@@ -28,7 +28,7 @@ def routing_sums(config: ModeConfig, routing: Sequence[BlockRouting]) -> Tensor:
     num_columns = 0 if config.experts is None else config.experts.num_columns
     rows = []
     for record in routing:
-        positions_BS, depth, experts = record.placement.positions_BS, record.depth, record.experts
+        positions_BS, depth, experts = record.positions_BS, record.depth, record.experts
         row = torch.zeros(CHOICES + num_columns, dtype=torch.float64, device=positions_BS.device)
         row[TOKENS] = row[KEPT] = positions_BS.numel()
         if depth is not None:
@@ -49,14 +49,14 @@ def routing_sums(config: ModeConfig, routing: Sequence[BlockRouting]) -> Tensor:
     return torch.stack(rows)
 
 
-def counted_flops(config: ModeConfig, rows: int, sums: Sequence[Sequence[float]], kept: Fraction | None = None) -> int:
+def counted_flops(config: ModeConfig, rows: int, sums: Sequence[Sequence[float]], capacity_fraction: Fraction | None = None) -> int:
     """Training FLOPs of a step of `rows` sequences over all ranks, from the routes it took.
 
-    `kept` is the share of a sequence that routed blocks kept, by default the capacity fraction.
+    `capacity_fraction` is the share of a sequence that routed blocks kept, by default the configuration's.
     Rows of a token-choice block run at the length of the fullest of their micro-batch; counted here is
     the expected length, the capacity.
     """
-    expected = accounting.expected_counts(config, rows, kept=kept)
+    expected = accounting.expected_counts(config, rows, capacity_fraction=capacity_fraction)
     counts = [
         BlockCounts(
             rows, block.length, block.slots, int(row[KEPT]), int(row[PROCESSED]), int(row[NO_OP]), int(row[DROPPED])
@@ -138,11 +138,11 @@ def decision_image(routing: Sequence[BlockRouting], row: int) -> Tensor:
     """
     layers = []
     for record in routing:
-        length = record.placement.positions_BS.shape[1] if record.depth is None else record.depth.logits_BL.shape[1]
-        work_S = torch.ones(record.placement.positions_BS.shape[1])
+        length = record.positions_BS.shape[1] if record.depth is None else record.depth.logits_BL.shape[1]
+        work_S = torch.ones(record.positions_BS.shape[1])
         if record.experts is not None:
             processed_TD = record.experts.processed_TK.float().mean(dim=1, keepdim=True)
-            work_S = 0.5 + 0.5 * record.placement.unflatten(processed_TD)[row, :, 0].cpu()
+            work_S = 0.5 + 0.5 * record.experts.by_sequence(processed_TD)[row, :, 0].cpu()
         if record.depth is None:
             layers.append(work_S)
             continue

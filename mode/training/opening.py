@@ -10,10 +10,10 @@ from torch import distributed
 
 from mode.config_file import RunConfig
 from mode.data import PackedData, Tokenizer
-from mode.model.pretrained import check_same_model
-from mode.model.transformer import ModeTransformer
 from mode.section import ConfigError, show
 from mode.training.console import plan_table
+from mode.transformer.model import ModeTransformer
+from mode.transformer.pretrained import check_same_model
 
 
 def lock_directory(run_dir: Path) -> FileLock:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -14,10 +15,10 @@ from torch import Tensor, distributed
 
 from mode.config_file import RunConfig
 from mode.data import Batch
-from mode.model.transformer import ModeOutput
-from mode.moe.parallel import clip_gradients
+from mode.moe.deepspeed import clip_gradients
 from mode.training.inputs import Inputs, model_inputs
 from mode.training.metrics import CHOICES, routing_sums
+from mode.transformer.model import ModeOutput
 
 
 @dataclass(frozen=True)
@@ -37,16 +38,20 @@ def optimizer_step(
     batches: Iterable[Batch],
     device: torch.device,
     approve: Callable[[list[Tensor], Inputs], None],
+    capacity_fraction: Fraction | None = None,
 ) -> Step:
     """Trains on this rank's micro-batches. `approve` sees their losses when all gradients are there, and may raise.
 
+    `capacity_fraction` is the share of a sequence that routed blocks keep in this step; None: the configuration's.
     The selection biases move here too, once, by the choices of all ranks.
     """
     outputs: list[Tensor] = []
     sums: Tensor | None = None
     for batch in batches:
         inputs = model_inputs(batch, device)
-        out: ModeOutput = engine(**inputs, labels=inputs["input_ids"])
+        out: ModeOutput = engine(
+            **inputs, labels=inputs["input_ids"], capacity_fraction=capacity_fraction
+        )
         assert out.loss is not None
         engine.backward(out.loss)
         outputs.append(torch.stack([out.loss.detach(), *(term.detach() for term in out.losses.values())]).double())

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 
-from mode.model.transformer import ModeTransformer
+from mode.transformer.model import ModeTransformer
 
 EXIT_BAD_INPUT = 2  # a setting, an argument or the data
 EXIT_NOT_FINITE = 3

@@ -7,9 +7,7 @@ FLOPs); those are what a checkpoint holds, so a resumed run repeats the uninterr
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,12 +16,10 @@ import torch
 from torch import Tensor, distributed
 
 from mode import accounting
-from mode.config import exact
 from mode.config_file import RunConfig
 from mode.data import Batch, PackedData, TrainLoader
-from mode.model.transformer import ModeTransformer
-from mode.native.library import why_not
-from mode.routing import BlockRouting
+from mode.ops.library import kernels_unavailable
+from mode.records import BlockRouting
 from mode.training import checkpoint as checkpoints
 from mode.training.clock import Clock
 from mode.training.closing import closing_table, commands, sample
@@ -41,6 +37,7 @@ from mode.training.shared import check_shared
 from mode.training.step import optimizer_step
 from mode.training.stops import NotFinite, StepGuard, StopSignal, Verdict, describe_not_finite
 from mode.training.watchdog import Watchdog
+from mode.transformer.model import ModeTransformer
 
 START_PATIENCE = 60.0  # seconds: building an engine may compile, and reading a checkpoint takes its time
 
@@ -79,7 +76,7 @@ class Trainer:
         self.watchdog.progress("the start, building the engine", START_PATIENCE)
         self.backend = agreed_backend(run)
         if device().type == "cpu":
-            why_not()  # compiles the kernels now, if need be, and not within the first step
+            kernels_unavailable()  # compiles the kernels now, if need be, and not within the first step
         model = build_model(self.config if self.backend is None else self.config.with_backend(self.backend[0]))
         if found is None and self.config.train.init_from is not None:
             start_from(model, self.config.train.init_from, data.tokenizer)
@@ -141,13 +138,15 @@ class Trainer:
             self._refuse_what_is_not_finite(verdict, inputs)
             stop = verdict.stop
 
-        with self._warming_up(position) as kept:
-            step = optimizer_step(self.engine, self.run, self._batches(position), self.device, approve)
+        share = None
+        if self.config.depth is not None:  # evaluated is the model as it will be used, trained the share of this step
+            share = accounting.capacity_fraction_at(self.config.depth, position, self.num_steps)
+        step = optimizer_step(self.engine, self.run, self._batches(position), self.device, approve, share)
         listed = step.sums.tolist()
         self.position = {
             "step": position + 1,
             "tokens": self.position["tokens"] + self.global_rows * self.config.model.sequence_length,
-            "flops": self.position["flops"] + counted_flops(self.config, self.global_rows, listed, kept),
+            "flops": self.position["flops"] + counted_flops(self.config, self.global_rows, listed, share),
         }
         if (position + 1) % self.config.train.log_every and position + 1 != self.num_steps:
             return None, stop
@@ -163,17 +162,6 @@ class Trainer:
             for tag, seen in routing_histograms(step.last.routing, listed):
                 self.recorder.write_histogram(tag, seen, self.position["step"])
         return values, stop
-
-    @contextmanager
-    def _warming_up(self, step: int) -> Iterator[Fraction | None]:
-        """Routed blocks keep the share of a step while it trains; what is evaluated is the model as it will be used."""
-        if self.config.depth is None:
-            yield None
-            return
-        kept = accounting.kept_fraction(self.config.depth, step, self.num_steps)
-        self.model.keep(kept)
-        yield kept
-        self.model.keep(exact(self.config.depth.capacity_fraction))
 
     def _batches(self, step: int) -> Iterator[Batch]:
         """This rank's micro-batches of a step."""

@@ -210,7 +210,7 @@ def test_the_flops_of_a_run_are_those_of_its_steps(warmup: float, steps: int) ->
     run = warming_up(warmup, {"steps": steps})
     depth = run.mode.depth
     assert depth is not None
-    shares = [accounting.kept_fraction(depth, step, steps) for step in range(steps)]
+    shares = [accounting.capacity_fraction_at(depth, step, steps) for step in range(steps)]
     assert accounting.run_flops(run, 2, steps) == sum(accounting.step_flops(run, 2, share) for share in shares)
     assert accounting.step_flops(run, 2, shares[-1]) == accounting.step_flops(run, 2)
 

@@ -165,12 +165,12 @@ def warming(capacity_fraction: float, warmup_fraction: float) -> DepthConfig:
 
 
 def test_the_kept_share_falls_evenly_to_the_capacity() -> None:
-    shares = [accounting.kept_fraction(warming(0.2, 0.4), step, num_steps=10) for step in range(10)]
+    shares = [accounting.capacity_fraction_at(warming(0.2, 0.4), step, num_steps=10) for step in range(10)]
     assert shares == [Fraction(4, 5), Fraction(3, 5), Fraction(2, 5), *[Fraction(1, 5)] * 7]
 
 
 def test_without_a_warmup_every_step_keeps_the_capacity() -> None:
-    assert {accounting.kept_fraction(warming(0.07, 0), step, 9) for step in range(9)} == {Fraction(7, 100)}
+    assert {accounting.capacity_fraction_at(warming(0.07, 0), step, 9) for step in range(9)} == {Fraction(7, 100)}
 
 
 @given(fractions, st.integers(0, 999), st.integers(0, 300), st.integers(1, 80))
@@ -178,7 +178,7 @@ def test_without_a_warmup_every_step_keeps_the_capacity() -> None:
 @example(0.125, 1, 3, 8)
 def test_steps_by_capacity_are_those_counted_one_by_one(capacity: float, warmup: int, steps: int, length: int) -> None:
     depth = warming(capacity, warmup / 1000)
-    shares = [accounting.kept_fraction(depth, step, steps) for step in range(steps)]
+    shares = [accounting.capacity_fraction_at(depth, step, steps) for step in range(steps)]
     assert shares == sorted(shares, reverse=True)
     assert all(Fraction(str(capacity)) <= share <= 1 for share in shares)
     counted = Counter(accounting.depth_capacity(share, length) for share in shares)

@@ -15,9 +15,9 @@ from mode import accounting
 from mode.accounting import ZeroSettings
 from mode.config import ModeConfig
 from mode.config_file import load_config, run_config_from_dict
-from mode.model.transformer import ModeTransformer
-from mode.native import functions as native
+from mode.ops import operators as native
 from mode.section import ConfigError
+from mode.transformer.model import ModeTransformer
 from tests.accounting.models import tiny
 from tests.helpers import HAS_COMPILER
 

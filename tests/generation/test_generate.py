@@ -14,7 +14,7 @@ from mode.depth.noise import keyed_noise, noise_at
 from mode.generation import Sampling, stream
 from mode.generation.cached import CachedDecoder
 from mode.generation.prompts import Prompts
-from mode.model.transformer import ModeTransformer
+from mode.transformer.model import ModeTransformer
 from tests.helpers import make_config, spread_weights
 
 NO_OPS = {"num_no_ops": 1, "no_op_fraction": 0.25}

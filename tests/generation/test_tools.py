@@ -22,8 +22,8 @@ from mode.generation.cached import CachedDecoder
 from mode.generation.page import colour, ink
 from mode.generation.show import to_html, to_terminal, token_routes
 from mode.generation.text import TextStream
-from mode.model.transformer import ModeTransformer
 from mode.training.load import load_with_text
+from mode.transformer.model import ModeTransformer
 from tests import launch
 from tests.helpers import make_config, spread_weights
 from tools import evaluate, export, generate

@@ -8,8 +8,8 @@ import pytest
 
 from mode.config import ModeConfig
 from mode.data.tokenizer import byte_tokenizer
-from mode.model.pretrained import save_pretrained
-from mode.model.transformer import ModeTransformer
+from mode.transformer.model import ModeTransformer
+from mode.transformer.pretrained import save_pretrained
 from tests.helpers import DEPTH, EXPERTS, MODEL, spread_weights
 from tests.routing_tool.models import KINDS
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mode.data import prepare_data, spread_rows, validation_batches
-from mode.model.transformer import ModeTransformer
+from mode.transformer.model import ModeTransformer
 from tests import launch
 from tests.helpers import NO_OPS
 

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from mode.model.attention import Attention
+from mode.transformer.attention import Attention
 from tests import reference
 from tests.routing_tool.models import open_model, report
 from tools.routes.attention import Watch, attention_figures

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from mode import accounting
-from mode.model.transformer import ModeOutput
+from mode.transformer.model import ModeOutput
 from tests.routing_tool.models import open_model, routing
 from tools.routes import figures
 

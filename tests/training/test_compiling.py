@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from mode.config_file import RunConfig, run_config_from_dict
-from mode.model.transformer import ModeTransformer
 from mode.section import ConfigError
 from mode.training.compiling import compile_dense_parts
+from mode.transformer.model import ModeTransformer
 from tests.helpers import DEPTH, EXPERTS, MODEL, spread_weights
 
 CPU = torch.device("cpu")

@@ -193,7 +193,7 @@ def poison_weights(rank: int, name: str) -> None:
     """From the fifth forward pass on, one weight of one rank is not a number."""
     if int(os.environ["RANK"]) != rank:
         return
-    from mode.model.transformer import ModeTransformer
+    from mode.transformer.model import ModeTransformer
 
     original, calls = ModeTransformer.forward, []
 

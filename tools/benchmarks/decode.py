@@ -22,8 +22,8 @@ from mode.config import ModeConfig
 from mode.depth.router import LearnedRouter
 from mode.generation.cached import CachedDecoder
 from mode.generation.prompts import Prompts
-from mode.model.transformer import ModeTransformer
 from mode.tooling import positive_integer
+from mode.transformer.model import ModeTransformer
 
 VARIANTS = ("dense", "moe", "mod", "mode_staged", "mode_integrated", "mode")
 

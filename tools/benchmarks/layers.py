@@ -12,16 +12,16 @@ from typing import Any, TypeVar
 
 import torch
 from deepspeed.moe.ep_experts import GroupedExperts
-from deepspeed.moe.layer import MoE
+from deepspeed.moe.layer import MoE as DeepSpeedMoE
 from torch import Tensor, distributed, nn
 
 from benchmarks.turns import CPU, Contender, why
 from mode.config import ModeConfig
-from mode.layers import SwiGLU
-from mode.moe.backends import PREFERENCE, choose_backend
-from mode.moe.layer import MoELayer
-from mode.moe.parallel import ParallelMoELayer
-from mode.moe.router import BiasedExpertRouter
+from mode.layers import Initial, SwiGLU
+from mode.moe.deepspeed import MoE
+from mode.moe.dispatch import LocalDispatcher
+from mode.moe.experts import PREFERENCE, choose_backend
+from mode.moe.layer import LocalMoE
 from mode.section import ConfigError
 from mode.tooling import positive_integer
 
@@ -120,11 +120,11 @@ def our_config(sizes: Sizes, share: float = 0.0, backend: str = "auto", ep_size:
     return ModeConfig.from_dict({"model": model, "experts": experts})
 
 
-def our_layer(sizes: Sizes, share: float = 0.0, backend: str = "auto") -> MoELayer:
+def our_layer(sizes: Sizes, share: float = 0.0, backend: str = "auto") -> LocalMoE:
     """Our layer on one rank. With a `share`, `hold_share` must see the tokens."""
     config = our_config(sizes, share, backend)
     assert config.experts is not None
-    return with_weights(MoELayer(config.experts, sizes.width))
+    return with_weights(LocalMoE(sizes.width, config=config.experts))
 
 
 def ours(sizes: Sizes, place: Place) -> str:
@@ -132,28 +132,29 @@ def ours(sizes: Sizes, place: Place) -> str:
     return f"mode, {choose_backend('auto', place.device, place.dtype, (sizes.width, sizes.hidden))[0]}"
 
 
-def our_parallel_layer(sizes: Sizes, share: float) -> ParallelMoELayer:
+def our_parallel_layer(sizes: Sizes, share: float) -> MoE:
     """Our layer with its experts spread over all ranks."""
     config = our_config(sizes, share, ep_size=distributed.get_world_size())
     assert config.experts is not None
-    layer = ParallelMoELayer(config.experts, sizes.width, ep_rank=distributed.get_rank())
+    layer = MoE(sizes.width, config=config.experts)
     layer.set_deepspeed_parallelism()
     return with_weights(layer)
 
 
 @torch.no_grad()
-def hold_share(layer: MoELayer, share: float, x_TD: Tensor) -> float:
+def hold_share(layer: LocalMoE, share: float, x_TD: Tensor) -> float:
     """Searches the bias of the no-ops that gives them `share` of these tokens' choices; the share that they then have.
 
     Few tokens may have none near `share`: one has all of its choices or none.
     """
     router = layer.router
-    if not isinstance(router, BiasedExpertRouter):
+    bias_J = router.bias_J
+    if bias_J is None:
         return 0.0
 
     def share_with(bias: float) -> float:
-        router.bias_J[router.config.num_experts :] = bias
-        return router(x_TD)[1].num_no_op().item() / (len(x_TD) * router.config.top_k)
+        bias_J[router.config.num_experts :] = bias
+        return router(x_TD, (1, len(x_TD))).num_no_op().item() / (len(x_TD) * router.config.top_k)
 
     low, high = -50.0, 50.0
     while high - low > 1e-5:
@@ -162,12 +163,12 @@ def hold_share(layer: MoELayer, share: float, x_TD: Tensor) -> float:
     return share_with(high)  # the least that is enough
 
 
-def native_layer(sizes: Sizes, capacity_factor: float = CAPACITY) -> MoE:
+def native_layer(sizes: Sizes, capacity_factor: float = CAPACITY) -> DeepSpeedMoE:
     """DeepSpeed's own layer, its experts spread over all ranks."""
     with redirect_stdout(StringIO()):
-        layer = MoE(
+        layer = DeepSpeedMoE(
             sizes.width,
-            SwiGLU(sizes.width, sizes.hidden),
+            SwiGLU(sizes.width, sizes.hidden, Initial(0, "expert")),
             sizes.experts,
             ep_size=distributed.get_world_size(),
             k=sizes.top_k,
@@ -184,11 +185,13 @@ class AutoEPExperts(nn.Module):
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
-        self.layer = our_layer(sizes, backend="grouped_mm")  # whose dispatcher sorts the tokens by expert
-        self.layer.experts = GroupedExperts(sizes.width, sizes.hidden, sizes.experts)
+        self.router = our_layer(sizes).router
+        self.dispatcher = LocalDispatcher(all_processed=True)
+        self.experts = GroupedExperts(sizes.width, sizes.hidden, sizes.experts)
 
-    def forward(self, x_TD: Tensor) -> tuple[Tensor, object]:
-        return self.layer(x_TD)
+    def forward(self, x_TD: Tensor) -> tuple[Tensor]:
+        sent = self.dispatcher.dispatch(x_TD, self.router(x_TD, (1, len(x_TD))))
+        return (self.dispatcher.combine(self.experts(sent.x_QD, sent.counts_e), sent),)
 
 
 class Mixtral(nn.Module):
@@ -218,7 +221,7 @@ class Dense(nn.Module):
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
-        self.swiglu = SwiGLU(sizes.width, sizes.top_k * sizes.hidden)
+        self.swiglu = SwiGLU(sizes.width, sizes.top_k * sizes.hidden, Initial(0, "dense"))
 
     def forward(self, x_TD: Tensor) -> tuple[Tensor, None]:
         return self.swiglu(x_TD), None
@@ -252,7 +255,7 @@ def expert_contenders(sizes: Sizes, share: float, place: Place) -> tuple[list[Co
     x_TD = sizes.tokens_TD(place=place)
     held = 0.0
 
-    def with_no_ops() -> MoELayer:
+    def with_no_ops() -> LocalMoE:
         nonlocal held
         layer = place.put(our_layer(sizes, share))
         held = hold_share(layer, share, x_TD.detach())

@@ -13,10 +13,10 @@ from benchmarks.layers import Sizes, native_layer
 from mode.config import ExpertsConfig
 from mode.config_file import RunConfig, run_config_from_dict
 from mode.data import Batch
-from mode.model.transformer import ModeTransformer
-from mode.moe.backends import PREFERENCE
+from mode.moe.experts import PREFERENCE
 from mode.section import ConfigError
 from mode.tooling import positive_integer
+from mode.transformer.model import ModeTransformer
 
 DEPTH = {"capacity_fraction": 0.125, "predictor": {"width": 64}}
 NO_OPS = {"no_op_fraction": 0.5, "balance_bias": {"rate": 0.02}}

@@ -19,14 +19,13 @@ from benchmarks import models
 from benchmarks.turns import Contender, gemm_peak, ratio, show_peak, show_ratio, take_turns, why
 from mode import accounting
 from mode.config import ModeConfig
-from mode.model.block import Block, DepthRoutedBlock
-from mode.model.rope import rope_tables
-from mode.moe.layer import MoELayer
-from mode.placement import Placement
+from mode.moe.layer import LocalMoE
 from mode.training.compiling import compile_dense_parts
 from mode.training.engine import build_engine, build_model, device, start_process_group
 from mode.training.metrics import counted_flops
 from mode.training.step import Step, optimizer_step
+from mode.transformer.attention import Grid, rope_tables
+from mode.transformer.block import Block, DepthRoutedBlock
 
 COMPILED = ", compiled"
 CAPACITIES = (0.125, 0.25, 0.5, 0.75)  # of the depth-routed blocks that are measured
@@ -98,12 +97,12 @@ def settings(options: argparse.Namespace) -> dict[str, Any]:
 class PublicBlock(nn.Module):
     """The body of our block as the package `mixture-of-depth` wants a block."""
 
-    def __init__(self, block: Block, placement: Placement, width: int) -> None:
+    def __init__(self, block: Block, grid: Grid, width: int) -> None:
         super().__init__()
-        self.block, self.placement, self.hidden_size = block, placement, width
+        self.block, self.grid, self.hidden_size = block, grid, width
 
     def forward(self, x_1SD: Tensor, position_ids: Tensor, **rest: Any) -> tuple[Tensor]:
-        update_1SD, _ = self.block.body(x_1SD, self.placement.take(position_ids, None))
+        update_1SD = self.block.body(x_1SD, self.grid.take(position_ids, None))
         return (x_1SD + update_1SD,)
 
 
@@ -113,18 +112,18 @@ def measure_blocks(options: argparse.Namespace) -> tuple[list[dict[str, Any]], d
     rows, length = options.tokens // options.sequence_length, options.sequence_length
     positions_1L = torch.arange(length).unsqueeze(0)
     cos_1LH, sin_1LH = rope_tables(positions_1L, config.model.head_width, config.model.rope_theta, torch.float32)
-    one_row = Placement.of_sequence(positions_1L, cos_1LH, sin_1LH, None)
-    whole = Placement.of_sequence(
+    one_row = Grid.of_sequence(positions_1L, cos_1LH, sin_1LH, None)
+    whole = Grid.of_sequence(
         positions_1L.expand(rows, -1), cos_1LH.expand(rows, -1, -1), sin_1LH.expand(rows, -1, -1), None
     )
     x_BLD = torch.randn(rows, length, config.model.width, requires_grad=True)
     keys_B = torch.arange(rows)
-    full = Block(config, 0, MoELayer)
+    full = Block(config, 0, LocalMoE)
     blocks: dict[str, nn.Module] = {"full block": full}
     for capacity in CAPACITIES:
         assert config.depth is not None
         depth = dataclasses.replace(config.depth, capacity_fraction=capacity)
-        routed = DepthRoutedBlock(dataclasses.replace(config, depth=depth), 1, MoELayer)
+        routed = DepthRoutedBlock(dataclasses.replace(config, depth=depth), 1, LocalMoE)
         blocks[f"depth-routed, {capacity:.1%}"] = routed
     contenders = []
     for name, block in blocks.items():

@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 
 from mode.data import Batch
-from mode.model.attention import Attend, Attention
-from mode.model.transformer import ModeTransformer
-from mode.placement import Placement
 from mode.training.inputs import model_inputs
+from mode.transformer.attention import Attend, Attention, Grid
+from mode.transformer.model import ModeTransformer
 
 MEASURES = ("entropy", "previous", "repeat")
 
@@ -82,21 +81,21 @@ def attention_figures(
 
 
 def _look(
-    watch: Watch, ids_NL: Tensor, module: Attention, given: tuple[Tensor, Placement, Attend]
-) -> tuple[Tensor, Placement, Attend]:
+    watch: Watch, ids_NL: Tensor, module: Attention, given: tuple[Tensor, Grid, Attend]
+) -> tuple[Tensor, Grid, Attend]:
     """Puts a spy in the place of `attend`."""
-    x_BSD, placement, attend = given
+    x_BSD, grid, attend = given
 
-    def spy(q_BSNH: Tensor, k_BSGH: Tensor, v_BSGH: Tensor, placement: Placement) -> Tensor:
+    def spy(q_BSNH: Tensor, k_BSGH: Tensor, v_BSGH: Tensor, grid: Grid) -> Tensor:
         for row, ids_L in enumerate(ids_NL):
-            present = placement.present_BS
+            present = grid.valid_BS
             slots = int(present[row].sum()) if present is not None else q_BSNH.shape[1]
             if slots:
                 sees_SS = torch.ones(slots, slots, dtype=torch.bool, device=q_BSNH.device).tril()
-                if placement.mask_B1SS is not None:
-                    sees_SS = placement.mask_B1SS[row, 0, :slots, :slots]
-                positions_S = placement.positions_BS[row, :slots]
+                if grid.mask_B1SS is not None:
+                    sees_SS = grid.mask_B1SS[row, 0, :slots, :slots]
+                positions_S = grid.positions_BS[row, :slots]
                 watch.add(q_BSNH[row, :slots], k_BSGH[row, :slots], sees_SS, positions_S, ids_L)
-        return attend(q_BSNH, k_BSGH, v_BSGH, placement)
+        return attend(q_BSNH, k_BSGH, v_BSGH, grid)
 
-    return x_BSD, placement, spy
+    return x_BSD, grid, spy

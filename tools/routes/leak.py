@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from torch.nn import functional as F
 
 from mode.data import Batch
-from mode.layers import at_least_float32
-from mode.model.transformer import ModeTransformer
+from mode.ops import at_least_float32
 from mode.training.inputs import model_inputs
+from mode.transformer.model import ModeTransformer
 
 
 def spread_positions(number: int, length: int) -> list[int]:

@@ -17,10 +17,10 @@ from torch.nn import functional as F
 from mode.accounting import BlockCounts, block_flops_by_part, head_flops
 from mode.config import ModeConfig
 from mode.data import Batch
-from mode.layers import at_least_float32
-from mode.model.transformer import ModeTransformer
-from mode.routing import BlockRouting, ExpertRouting
+from mode.ops import at_least_float32
+from mode.records import BlockRouting, ExpertRouting, flatten, unflatten
 from mode.training.inputs import model_inputs
+from mode.transformer.model import ModeTransformer
 
 Grid = NDArray[np.int64]
 
@@ -68,7 +68,7 @@ def _read(batch: Batch, logits_BLV: Tensor, routing: tuple[BlockRouting, ...]) -
     num_rows, length = int(batch.weights.sum()), batch.input_ids.shape[1]  # fillers stand at the end
     kept, processed, no_ops, choice_counts, gates = [], [], [], [], []
     for record in routing:
-        tokens_T = record.placement.flatten(torch.ones_like(record.placement.positions_BS))
+        tokens_T = flatten(torch.ones_like(record.positions_BS), record.valid_BS)
         kept.append(on_grid(record, tokens_T, length)[:num_rows])
         experts = record.experts
         processed_T = torch.zeros_like(tokens_T) if experts is None else experts.processed_TK.sum(dim=1)
@@ -102,16 +102,17 @@ def _read(batch: Batch, logits_BLV: Tensor, routing: tuple[BlockRouting, ...]) -
 
 def on_grid(record: BlockRouting, values_T: Tensor, length: int) -> Tensor:
     """[B, length]: a value of every token that entered the block at the token's place, 0 elsewhere."""
-    placement = record.placement
-    grid_BL = values_T.new_zeros(placement.positions_BS.shape[0], length)
-    return grid_BL.scatter(1, placement.positions_BS, placement.unflatten(values_T))  # fillers: other places, zeros
+    num_rows, slots = record.positions_BS.shape
+    grid_BL = values_T.new_zeros(num_rows, length)
+    values_BS = unflatten(values_T, (num_rows, slots), record.valid_BS)
+    return grid_BL.scatter(1, record.positions_BS, values_BS)  # fillers: other places, zeros
 
 
 def _of_rows(record: BlockRouting, experts: ExpertRouting, num_rows: int) -> ExpertRouting:
     """The record of the tokens of the first rows."""
-    positions_BS = record.placement.positions_BS
+    positions_BS = record.positions_BS
     row_BS = torch.arange(len(positions_BS), device=positions_BS.device).unsqueeze(1).expand_as(positions_BS)
-    inside_T = record.placement.flatten(row_BS) < num_rows
+    inside_T = flatten(row_BS, record.valid_BS) < num_rows
     tensors = ("logits_TJ", "scores_TJ", "choices_TK", "gates_TK", "processed_TK")
     return replace(experts, **{name: getattr(experts, name)[inside_T] for name in tensors})
 

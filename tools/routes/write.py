@@ -17,10 +17,10 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from mode.config import ModeConfig
-from mode.model.pretrained import WEIGHTS
 from mode.runs import RunError, read_run
 from mode.training.checkpoint import step_of
 from mode.training.load import Loaded
+from mode.transformer.pretrained import WEIGHTS
 
 from . import page, plots
 from .survey import Survey, work

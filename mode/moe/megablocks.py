@@ -2,7 +2,7 @@
 
 MegaBlocks' sparse path is refused on Triton from 3.2 on, so this is its other one: `gmm` of `grouped_gemm`, a
 matrix product per expert, on the weights as they are. The kernels are CUDA and bfloat16 only. Nothing is imported
-before it is used, and a machine without the packages, or with broken ones, is told so in a `ConfigError`.
+before it is used; without the packages, or with broken ones, the reason is an `Unavailable`.
 
 Knows nothing of other backends but the reference, and not when this one is chosen.
 """
@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mode.moe.backends.lack import Lack
-from mode.moe.backends.loop import loop_experts
 from mode.moe.dispatch import Dispatched, LocalDispatcher
-from mode.routing import ExpertRouting
+from mode.ops.library import Unavailable
+from mode.ops.swiglu import loop_experts
+from mode.records import ExpertRouting
 
 INSTALL = "pip install --no-deps --no-build-isolation megablocks==0.10.0 grouped_gemm==0.3.0 (docs/gpu.md)"
 MAX_OFFSET = 2**31  # MegaBlocks' kernels count elements in 32 bits
@@ -41,7 +41,7 @@ class _Package:
 
 @functools.cache
 def _package() -> _Package:
-    """The package, or `Lack`."""
+    """The package, or `Unavailable`."""
     _check_installed()
     try:
         importlib.import_module("grouped_gemm")  # MegaBlocks itself hides why this failed
@@ -49,16 +49,16 @@ def _package() -> _Package:
         return _Package(ops, importlib.import_module("megablocks.grouped_gemm_util").ops.gmm)
     except Exception as error:  # a package built for another torch or CUDA fails in many ways
         reason = " ".join(str(error).split())[:200] or type(error).__name__
-        raise Lack(
-            "megablocks", f"megablocks cannot be imported ({reason})", f'build it again: {INSTALL}, or use "auto"'
+        raise Unavailable(
+            f"megablocks cannot be imported ({reason})", f'build it again: {INSTALL}, or use "auto"'
         ) from error
 
 
 def check_megablocks(device: torch.device, dtype: torch.dtype) -> None:
-    """Refuses, by `Lack`, a model that MegaBlocks cannot compute here. Imports it only if nothing else is lacking."""
+    """Refuses, by `Unavailable`, a model that MegaBlocks cannot compute here. Imports it only if nothing else is lacking."""
     _check_installed()
     if device.type != "cuda":
-        raise Lack("megablocks", f"megablocks needs a CUDA GPU and this is a {device.type} device", 'use "auto"')
+        raise Unavailable(f"megablocks needs a CUDA GPU and this is a {device.type} device", 'use "auto"')
     _check_dtype(dtype)
     _package()
 
@@ -66,7 +66,7 @@ def check_megablocks(device: torch.device, dtype: torch.dtype) -> None:
 def _check_installed() -> None:
     for name in ("megablocks", "grouped_gemm"):
         if not _is_installed(name):
-            raise Lack("megablocks", f"{name} is not installed", f'{INSTALL}, or use "auto"')
+            raise Unavailable(f"{name} is not installed", f'{INSTALL}, or use "auto"')
 
 
 def _is_installed(name: str) -> bool:
@@ -79,8 +79,8 @@ def _is_installed(name: str) -> bool:
 def _check_dtype(dtype: torch.dtype) -> None:
     if dtype != torch.bfloat16:
         name = str(dtype).removeprefix("torch.")
-        raise Lack(
-            "megablocks", f"megablocks computes in bfloat16 only and this model is {name}", 'enable bf16, or use "auto"'
+        raise Unavailable(
+            f"megablocks computes in bfloat16 only and this model is {name}", 'enable bf16, or use "auto"'
         )
 
 

@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mode.accounting import cache_slots
-from mode.model.attention import attend_causally
-from mode.placement import Placement
+from mode.transformer.attention import Grid, attend_causally
 
 
 class BlockCache:
@@ -31,21 +30,20 @@ class BlockCache:
         """What is allocated."""
         return sum(part.nbytes for part in (self.keys_BGCH, self.values_BGCH) if part is not None)
 
-    def fill(self, q_BSNH: Tensor, k_BSGH: Tensor, v_BSGH: Tensor, placement: Placement) -> Tensor:
+    def fill(self, q_BSNH: Tensor, k_BSGH: Tensor, v_BSGH: Tensor, grid: Grid) -> Tensor:
         """Stores the tokens of the grid, without its fillers, and attends within it."""
         num_rows, num_slots = k_BSGH.shape[:2]
-        present_BS = placement.present_BS
-        if present_BS is None:
+        if grid.valid_BS is None:
             self.lengths_B = torch.full((num_rows,), num_slots)
         else:
-            self.lengths_B = present_BS.sum(dim=1).cpu()
+            self.lengths_B = grid.valid_BS.sum(dim=1).cpu()
         keys_BGCH, values_BGCH = self._reserve(num_slots, k_BSGH)
         keys_BGCH[:, :, :num_slots] = k_BSGH.transpose(1, 2)  # fillers are behind the length of their row
         values_BGCH[:, :, :num_slots] = v_BSGH.transpose(1, 2)
-        return attend_causally(q_BSNH, k_BSGH, v_BSGH, placement)
+        return attend_causally(q_BSNH, k_BSGH, v_BSGH, grid)
 
     def extend(
-        self, q_T1NH: Tensor, k_T1GH: Tensor, v_T1GH: Tensor, placement: Placement, rows_T: Tensor | None = None
+        self, q_T1NH: Tensor, k_T1GH: Tensor, v_T1GH: Tensor, grid: Grid, rows_T: Tensor | None = None
     ) -> Tensor:
         """Stores one more token in each of the rows `rows_T` (ascending, on the CPU; None: all), which sees its row."""
         if rows_T is not None and len(rows_T) == len(self.lengths_B):

@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from mode.config import ModeConfig
-from mode.layers import RMSNorm
-from mode.losses import compute_losses
-from mode.model.block import DepthRoutedBlock, ExpertLayer, build_block
-from mode.model.initialise import initialise
-from mode.model.pretrained import read_config, read_weights
-from mode.model.rope import rope_tables
-from mode.moe.experts import Experts
-from mode.moe.layer import MoELayer
-from mode.moe.router import BiasedExpertRouter
-from mode.placement import Placement
-from mode.routing import BlockRouting
+from mode.layers import Initial, Linear
+from mode.moe.experts import StackedExperts
+from mode.moe.layer import LocalMoE
+from mode.moe.router import ExpertRouter
+from mode.records import BlockRouting, DepthRouting, ExpertRouting, LayerRecord, collect_routing
+from mode.transformer.attention import Grid, rope_tables
+from mode.transformer.block import ExpertLayer, RMSNorm, build_block
+from mode.transformer.losses import compute_losses
+from mode.transformer.pretrained import read_config, read_weights
 
 
 @dataclass(frozen=True)
@@ -36,23 +33,35 @@ class ModeOutput:
     routing: tuple[BlockRouting, ...]  # one record per block
 
 
+class Embedding(nn.Embedding):
+    """The table of token vectors, of size 1 / sqrt(D), so that it can serve as a head too."""
+
+    def __init__(self, config: ModeConfig) -> None:
+        self.config = config
+        super().__init__(config.model.vocab_size, config.model.width)
+
+    def reset_parameters(self) -> None:
+        if self.config.model.tied_head:
+            # At full size every token would predict itself: the logit of its own entry would be sqrt(D).
+            Initial(self.config.seed, "head").fill(self.weight, self.config.model.width**-0.25)
+        else:
+            Initial(self.config.seed, "embedding").fill(self.weight)
+
+
 class ModeTransformer(nn.Module):
     """Decoder-only transformer with dense or expert feed-forward and, if configured, depth routing."""
 
-    def __init__(self, config: ModeConfig, expert_layer: ExpertLayer = MoELayer) -> None:
+    def __init__(self, config: ModeConfig, expert_layer: ExpertLayer = LocalMoE) -> None:
         """`expert_layer` makes the expert feed-forward; the engine's one keeps only this rank's experts."""
         super().__init__()
         self.config = config
         model = config.model
-        # `from_pretrained` because the plain constructor draws weights, which `initialise` would replace.
-        self.embedding = nn.Embedding.from_pretrained(torch.empty(model.vocab_size, model.width), freeze=False)
+        self.embedding = Embedding(config)
         self.blocks = nn.ModuleList(build_block(config, layer, expert_layer) for layer in range(model.num_layers))
         self.norm = RMSNorm(model.width, eps=model.norm_eps)
-        self.head = nn.Linear(model.width, model.vocab_size, bias=False)
+        self.head = Linear(model.width, model.vocab_size, Initial(config.seed, "head"))
         if model.tied_head:
             self.head.weight = self.embedding.weight
-        self.run_block: Callable[..., Any] = _run_checkpointed if model.activation_checkpointing else _run
-        initialise(self, config)
 
     @classmethod
     def from_pretrained(
@@ -81,7 +90,7 @@ class ModeTransformer(nn.Module):
             whole = ModeTransformer(self.config)
         weights = read_weights(folder, whole.weights())
         for path, module in self.named_modules():
-            if isinstance(module, Experts):
+            if isinstance(module, StackedExperts):
                 for name, part in module.named_parameters(path):
                     weights[name] = weights[name][module.first : module.first + len(part)]
         self._take(weights, assign=False)
@@ -104,6 +113,7 @@ class ModeTransformer(nn.Module):
         documents: Tensor | None = None,
         sample_keys: Tensor | None = None,
         causal: bool | str = False,
+        capacity_fraction: Fraction | None = None,
     ) -> ModeOutput:
         """Logits for every position and, given labels, the losses.
 
@@ -113,7 +123,8 @@ class ModeTransformer(nn.Module):
         keys, and all rows where none are given, draw the same.
         `causal` lets every token decide its depth routing for itself, as it must in sampling; training and
         top-k evaluation compare the tokens of a sequence, future ones included. True: as `depth.causal`
-        says; "predictor" or "router": by that.
+        says; "predictor" or "router": by that. `capacity_fraction` is the share of a sequence that routed blocks keep
+        in a step of a warm-up; None: the configuration's.
         """
         method = self.causal_method(causal)
         self._check_input(input_ids)
@@ -121,17 +132,40 @@ class ModeTransformer(nn.Module):
         if sample_keys is None:
             sample_keys = torch.zeros(num_rows, dtype=torch.int64, device=input_ids.device)
         x_BLD = self.embed(input_ids)
-        placement = self.place(num_rows, length, documents, x_BLD)
-        routing = []
-        for block in self.blocks:
-            x_BLD, record = self.run_block(block, x_BLD, placement, sample_keys, method)
-            routing.append(record)
+        grid = self.place(num_rows, length, documents, x_BLD)
+        with collect_routing(self) as records:
+            for block in self.blocks:
+                if self.config.model.activation_checkpointing:
+                    # Forward runs again in backward instead of storing activations. It draws nothing from a generator.
+                    x_BLD = checkpoint(
+                        *(block, x_BLD, grid, sample_keys, method, capacity_fraction),
+                        use_reentrant=False,
+                        preserve_rng_state=False,
+                    )
+                else:
+                    x_BLD = block(x_BLD, grid, sample_keys, method, capacity_fraction)
         logits_BLV = self.read_out(x_BLD)
+        routing = self._by_block(records, grid)
         if labels is None:
-            return ModeOutput(logits_BLV, None, {}, tuple(routing))
+            return ModeOutput(logits_BLV, None, {}, routing)
         # Routing terms belong to training: against causal decisions the predictor would be its own target.
-        total, terms = compute_losses(self.config, logits_BLV, labels, routing if method is None else ())
-        return ModeOutput(logits_BLV, total, terms, tuple(routing))
+        total, terms = compute_losses(logits_BLV, labels, list(records) if method is None else [])
+        return ModeOutput(logits_BLV, total, terms, routing)
+
+    def _by_block(self, records: Iterable[LayerRecord], grid: Grid) -> tuple[BlockRouting, ...]:
+        depth: dict[int, DepthRouting] = {}
+        experts: dict[int, ExpertRouting] = {}
+        for record in records:
+            layer = int(record.name.split(".")[1])  # blocks.<layer>...
+            if isinstance(record.routing, DepthRouting):
+                depth[layer] = record.routing
+            else:
+                experts[layer] = record.routing
+        found = []
+        for layer in range(self.config.model.num_layers):
+            positions_BS = grid.positions_BS if layer not in depth else depth[layer].kept_BS
+            found.append(BlockRouting(layer, positions_BS, depth.get(layer), experts.get(layer)))
+        return tuple(found)
 
     def generate(
         self,
@@ -172,12 +206,6 @@ class ModeTransformer(nn.Module):
             causal=causal,
         )
 
-    def keep(self, fraction: Fraction) -> None:
-        """From now on routed blocks keep this share of a sequence instead of the capacity: for steps of a warm-up."""
-        for block in self.blocks:
-            if isinstance(block, DepthRoutedBlock):
-                block.router.kept_fraction = fraction
-
     def move_biases(self, choice_counts: dict[int, Tensor]) -> None:
         """Moves every selection bias by how often the global batch chose each column, per layer.
 
@@ -185,7 +213,7 @@ class ModeTransformer(nn.Module):
         """
         for layer, block in enumerate(self.blocks):
             for module in block.modules():
-                if isinstance(module, BiasedExpertRouter):
+                if isinstance(module, ExpertRouter) and module.bias_J is not None:
                     module.move_bias(choice_counts[layer])
 
     def causal_method(self, causal: bool | str) -> str | None:
@@ -200,18 +228,18 @@ class ModeTransformer(nn.Module):
         return causal
 
     def embed(self, ids: Tensor) -> Tensor:
-        # The table's entries are of size 1/sqrt(D), so that it can serve as a head too; those of the stream of size 1.
+        """Vectors of size 1, from the table's entries of size 1/sqrt(D)."""
         return self.embedding(ids) * self.config.model.width**0.5
 
     def read_out(self, x: Tensor) -> Tensor:
         """The logits of stream vectors."""
         return self.head(self.norm(x))
 
-    def place(self, num_rows: int, length: int, documents: Tensor | None, x_BLD: Tensor) -> Placement:
+    def place(self, num_rows: int, length: int, documents: Tensor | None, x_BLD: Tensor) -> Grid:
         positions_1L = torch.arange(length, device=x_BLD.device).unsqueeze(0)
         model = self.config.model
         cos_1LH, sin_1LH = rope_tables(positions_1L, model.head_width, model.rope_theta, x_BLD.dtype)
-        return Placement.of_sequence(
+        return Grid.of_sequence(
             positions_1L.expand(num_rows, -1),
             cos_1LH.expand(num_rows, -1, -1),
             sin_1LH.expand(num_rows, -1, -1),
@@ -235,12 +263,3 @@ def _for_any_machine(config: ModeConfig) -> ModeConfig:
     """The same model where the package or the device that it was trained with may be missing."""
     bound = config.experts is not None and config.experts.backend in ("megablocks", "native")
     return config.with_backend("auto") if bound else config
-
-
-def _run(block: nn.Module, *inputs: Any) -> Any:
-    return block(*inputs)
-
-
-def _run_checkpointed(block: nn.Module, *inputs: Any) -> Any:
-    """Forward runs again in backward instead of storing activations. It draws nothing from a generator."""
-    return checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=False)

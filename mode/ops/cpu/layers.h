@@ -181,10 +181,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> route(const Tensor& x_TD, const Tenso
   return {logits_TJ, scores_TJ, choices_TK, gates_TK};
 }
 
-// The gradients of x, that of its other uses (`grad_TD`) included, and of weight, from those of the gates and, if there
-// are any, of scores and logits.
+// The gradients of x and of weight, from those of the gates and, if there are any, of scores and logits.
 template <class T>
-std::tuple<Tensor, Tensor> route_backward(const Tensor& grad_TD, const Tensor& grad_gates_TK,
+std::tuple<Tensor, Tensor> route_backward(const Tensor& grad_gates_TK,
                                           const std::optional<Tensor>& grad_scores_TJ,
                                           const std::optional<Tensor>& grad_logits_TJ, const Tensor& x_TD,
                                           const Tensor& weight_JD, const Tensor& scores_TJ, const Tensor& choices_TK) {
@@ -215,7 +214,7 @@ std::tuple<Tensor, Tensor> route_backward(const Tensor& grad_TD, const Tensor& g
         T* grad = grad_NJ.mutable_data_ptr<T>();
         for (int64_t r = 0; r < rows; r++) to_logits(first + r, grad + r * columns);
         at::addmm_out(grad_weight_JD, grad_weight_JD, grad_NJ.t(), x_TD.narrow(0, first, rows));
-        at::addmm_out(grad_x_ND, grad_TD.narrow(0, first, rows), grad_NJ, weight_JD);
+        at::mm_out(grad_x_ND, grad_NJ, weight_JD);
       }
     }
   });
@@ -224,22 +223,21 @@ std::tuple<Tensor, Tensor> route_backward(const Tensor& grad_TD, const Tensor& g
 
 // ---- The score of a depth router: x . weight ----
 
-// The gradients of x, that of its other uses (`grad_TD`) included, and of weight.
+// The gradients of x and of weight.
 template <class T>
-std::tuple<Tensor, Tensor> score_backward(const Tensor& grad_TD, const Tensor& grad_score_T, const Tensor& x_TD,
-                                          const Tensor& weight_D) {
+std::tuple<Tensor, Tensor> score_backward(const Tensor& grad_score_T, const Tensor& x_TD, const Tensor& weight_D) {
   using V = at::vec::Vectorized<T>;
   const int64_t width = x_TD.size(1);
   Tensor grad_x_TD = at::empty_like(x_TD);
-  const T *grads = grad_TD.const_data_ptr<T>(), *grad_scores = grad_score_T.const_data_ptr<T>();
+  const T* grad_scores = grad_score_T.const_data_ptr<T>();
   const T *all = x_TD.const_data_ptr<T>(), *weight = weight_D.const_data_ptr<T>();
   T* to = grad_x_TD.mutable_data_ptr<T>();
   Tensor grad_weight_D = sum_over_rows<T>(x_TD.size(0), width, x_TD.options(), [&](int64_t r, T* grad_weight) {
-    const T *grad = grads + r * width, *x = all + r * width;
+    const T* x = all + r * width;
     const V by(grad_scores[r]);
     for (int64_t i = 0; i < width; i += V::size()) {
       const int64_t n = std::min<int64_t>(V::size(), width - i);
-      at::vec::fmadd(by, V::loadu(weight + i, n), V::loadu(grad + i, n)).store(to + r * width + i, n);
+      (by * V::loadu(weight + i, n)).store(to + r * width + i, n);
       at::vec::fmadd(by, V::loadu(x + i, n), V::loadu(grad_weight + i, n)).store(grad_weight + i, n);
     }
   });

@@ -17,6 +17,11 @@ A rank with nothing to send or to receive takes part all the same: the all-to-al
 
 from __future__ import annotations
 
+import inspect
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,13 +42,16 @@ from deepspeed.checkpoint.constants import (
 from deepspeed.module_inject.auto_ep_comm import COMM_BACKEND
 from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer, _AllToAllV, _split_plan_from_expert_counts
 from deepspeed.moe.utils import is_moe_param
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.utils import groups
 from torch import Tensor, distributed, nn
 
-from mode.config import ExpertsConfig
-from mode.moe.dispatch import Dispatched, LocalDispatcher, Sorted, inverse, permute
-from mode.moe.experts import Experts
-from mode.moe.layer import MoELayer, processes_all
-from mode.routing import ExpertRouting
+from mode.layers import Initial
+from mode.moe.dispatch import Dispatched, LocalDispatcher, Sorted
+from mode.moe.experts import ModuleExperts, StackedExperts, processes_all
+from mode.moe.layer import LocalMoE
+from mode.ops.rows import inverse, permute
+from mode.records import ExpertRouting
 from mode.section import ConfigError
 
 
@@ -99,15 +107,26 @@ def expert_order(counts_We: Tensor, num_rows: int) -> Tensor:
     return experts_Q.argsort(stable=True)
 
 
-class ParallelMoELayer(MoELayer, AutoEPMoELayer):
-    """`MoELayer` with the experts of expert-parallel rank `ep_rank`, marked for the engine."""
+class MoE(LocalMoE, AutoEPMoELayer):
+    """`LocalMoE` for DeepSpeed's engine: of its experts this rank holds its share of `ep_size` ranks.
 
-    def __init__(self, config: ExpertsConfig, width: int, ep_rank: int) -> None:
-        num_local = config.num_experts // config.ep_size
-        experts = Experts(num_local, width, config.width, config.backend, first=ep_rank * num_local)
-        MoELayer.__init__(self, config, width, experts)
-        self._set_attributes_the_engine_reads(config, width, ep_rank)
+    `deepspeed.initialize` finds it by its class and connects the ranks. Before that, with `ep_size` above 1, the layer
+    can be built, saved and loaded but not called.
+    """
+
+    def __init__(self, hidden_size: int, *arguments: Any, **settings: Any) -> None:
+        LocalMoE.__init__(self, hidden_size, *arguments, **settings)
         self._mark_parameters()
+
+    def _build_experts(
+        self, expert: nn.Module | None, initial: Initial, output_scale: float, *_: Any, **__: Any
+    ) -> StackedExperts | ModuleExperts:
+        rank, world_size = _place()
+        ep_size = self.config.ep_size
+        if world_size % ep_size:
+            raise ConfigError("ep_size", f"is {ep_size}, which does not divide the {world_size} ranks; use a divisor")
+        self._set_attributes_the_engine_reads(rank % ep_size)
+        return super()._build_experts(expert, initial, output_scale, ep_size, self.ep_rank, self._mark_for_zero_init)
 
     def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False, **rest: Any) -> None:
         """Called by the engine when its process groups exist."""
@@ -118,15 +137,25 @@ class ParallelMoELayer(MoELayer, AutoEPMoELayer):
                 "is true; consecutive ranks must form an expert-parallel group: leave it out",
             )
         if self.ep_size > 1:
-            self.dispatcher = ParallelDispatcher(self.ep_group, processes_all(self.router.config))
+            self.experts.dispatcher = ParallelDispatcher(self.ep_group, processes_all(self.config))
+        self._mark_parameters()  # again: copy.deepcopy and load_state_dict(assign=True) make parameters without marks
+        refuse_what_this_engine_gets_wrong(self)
 
-    def _set_attributes_the_engine_reads(self, config: ExpertsConfig, width: int, ep_rank: int) -> None:
+    def forward(self, hidden_states: Tensor, used_token: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        if self.ep_size > 1 and self.ep_group is None:
+            raise RuntimeError(
+                f"this MoE holds {self.num_local_experts} of {self.num_experts} experts (ep_size={self.ep_size}) and is "
+                "not connected to the other ranks; call deepspeed.initialize or mode.initialize on the model first"
+            )
+        return LocalMoE.forward(self, hidden_states, used_token)
+
+    def _set_attributes_the_engine_reads(self, ep_rank: int) -> None:
+        config = self.config
         self.ep_size, self.ep_rank = config.ep_size, ep_rank
         self.ep_group_name = f"ep_size_{config.ep_size}"
         self.ep_group: Any = None  # set by set_deepspeed_parallelism
         self.num_experts = config.num_experts
         self.num_local_experts = config.num_experts // config.ep_size
-        self.hidden_size = width
         self.top_k = config.top_k
         self.expert_placement_descriptor = legacy_uniform_autoep_placement_descriptor(
             self.num_experts, self.num_local_experts, self.ep_size
@@ -159,6 +188,65 @@ class ParallelMoELayer(MoELayer, AutoEPMoELayer):
             for name, value in marks.items():
                 setattr(parameter, name, value)
 
+    def _mark_for_zero_init(self, parameter: nn.Parameter) -> None:
+        """Tells `zero.Init`, which partitions a parameter as it is made, which ranks hold the same experts."""
+        if self.ep_size > 1 and distributed.is_initialized():
+            if self.ep_group_name not in groups._get_expert_parallel_group_dict():
+                groups._create_expert_and_data_parallel(self.ep_size)
+            parameter.ds_zero_partition_process_group = groups._get_expert_data_parallel_group(  # type: ignore[attr-defined]
+                self.ep_group_name
+            )
+
+
+def _place() -> tuple[int, int]:
+    """(rank, number of ranks), from the launcher's variables where the process group does not exist yet."""
+    if distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank(), distributed.get_world_size()
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def refuse_what_this_engine_gets_wrong(layer: MoE) -> None:
+    """Refuses an engine, built without `mode.initialize`, that would compute something else without a word."""
+    engine = _engine_under_construction()
+    if engine is None or _inside.get():
+        return
+    if engine.zero_optimization_stage() == 0 and layer.ep_size > 1 and engine.gradient_clipping() > 0:
+        raise ConfigError(
+            "gradient_clipping",
+            f"is {engine.gradient_clipping():g} at ZeRO stage 0 with ep_size={layer.ep_size}, where DeepSpeed clips by "
+            "a wrong norm; call mode.initialize instead of deepspeed.initialize, use stage 1, or set it to 0",
+        )
+    if engine.zero_optimization_stage() == 3 and engine.load_universal_checkpoint():
+        raise ConfigError(
+            "checkpoint.load_universal",
+            "is true at ZeRO stage 3, where DeepSpeed restores a wrong optimizer step; call mode.initialize instead of "
+            "deepspeed.initialize, and mode.load_universal to load",
+        )
+
+
+def _engine_under_construction() -> Any:
+    """The engine that calls `set_deepspeed_parallelism`, which it does not pass along; None outside of one."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, DeepSpeedEngine):
+            return caller
+        frame = frame.f_back
+    return None
+
+
+_inside: ContextVar[bool] = ContextVar("mode_initialize", default=False)
+
+
+@contextmanager
+def by_mode_initialize() -> Iterator[None]:
+    """While an engine is built by `mode.initialize`, which is right where the refusals above apply."""
+    token = _inside.set(True)
+    try:
+        yield
+    finally:
+        _inside.reset(token)
+
 
 @torch.no_grad()
 def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
@@ -167,7 +255,7 @@ def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
     Every expert counts once, whichever rank has it. For stage 0 only: there DeepSpeed itself averages the
     ranks' norms, which are not the same under expert parallelism, or leaves the experts out.
     """
-    groups = [module.ep_group for module in model.modules() if isinstance(module, ParallelMoELayer)]
+    groups = [module.ep_group for module in model.modules() if isinstance(module, MoE)]
     gradients = [(is_moe_param(p), p.grad) for p in model.parameters() if p.grad is not None]
     squares = [torch.zeros((), device=next(model.parameters()).device) for _ in range(2)]
     for is_expert, gradient in gradients:
