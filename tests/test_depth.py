@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 
 from mode.accounting import depth_capacity
 from mode.depth.noise import keyed_noise
-from mode.depth.router import largest, pack
-from mode.moe.layer import MoELayer
+from mode.depth.router import pack
+from mode.moe.layer import LocalMoE
+from mode.ops.operators import largest
+from mode.records import DepthRouting, collect_routing
 from mode.transformer.attention import Grid, rope_tables
 from mode.transformer.block import Block, DepthRoutedBlock
 from tests import reference
@@ -22,7 +24,14 @@ KEYS = torch.zeros(2, dtype=torch.int64)
 
 
 def routed_block(config, seed=0):
-    return spread_weights(DepthRoutedBlock(config, 1, MoELayer).double(), seed)
+    return spread_weights(DepthRoutedBlock(config, 1, LocalMoE).double(), seed)
+
+
+def run(block, *inputs):
+    """(the output, the depth router's record)."""
+    with collect_routing(block) as records:
+        out = block(*inputs)
+    return out, next(record.routing for record in records if isinstance(record.routing, DepthRouting))
 
 
 def random_stream(num_rows=2, length=10, width=16, seed=3):
@@ -56,7 +65,7 @@ def test_routed_block_equals_loop_reference_in_outputs_and_all_gradients(depth, 
     config = make_config(model={"sequence_length": 40, "qkv_bias": True}, depth=depth, experts=experts)
     block, x_BLD = routed_block(config), random_stream()
     documents = two_documents() if packed else None
-    actual, _ = block(x_BLD, place(config, 2, 10, documents), KEYS)
+    actual = block(x_BLD, place(config, 2, 10, documents), KEYS)
     expected = reference.block(block, config, x_BLD, documents)
     inputs = {"x": x_BLD, **dict(block.named_parameters())}
     assert_same_with_gradients(actual, expected, inputs, tolerance=1e-10)
@@ -66,9 +75,9 @@ def test_routed_block_equals_loop_reference_in_outputs_and_all_gradients(depth, 
 @pytest.mark.parametrize("packed", [False, True])
 def test_plain_block_equals_loop_reference(packed, qkv_bias):
     config = make_config(model={"qkv_bias": qkv_bias}, depth={})
-    block, x_BLD = spread_weights(Block(config, 0, MoELayer).double()), random_stream()
+    block, x_BLD = spread_weights(Block(config, 0, LocalMoE).double()), random_stream()
     documents = two_documents() if packed else None
-    actual, _ = block(x_BLD, place(config, 2, 10, documents), KEYS)
+    actual = block(x_BLD, place(config, 2, 10, documents), KEYS)
     expected = reference.block(block, config, x_BLD, documents)
     assert_same_with_gradients(actual, expected, {"x": x_BLD, **dict(block.named_parameters())}, tolerance=1e-10)
 
@@ -78,12 +87,12 @@ def test_plain_block_equals_loop_reference(packed, qkv_bias):
 def test_skipped_tokens_pass_through_unchanged(selection, dtype):
     gate = "one" if selection == "stochastic" else "raw"
     config = make_config(depth={"selection": selection, "gate": gate})
-    block = spread_weights(DepthRoutedBlock(config, 1, MoELayer).to(dtype))
+    block = spread_weights(DepthRoutedBlock(config, 1, LocalMoE).to(dtype))
     x_BLD = torch.randn(3, 16, 16, generator=torch.Generator().manual_seed(0)).to(dtype)
     x_BLD[0, 5, 3] = -0.0  # adding +0.0 to it would flip its sign bit
     keys = torch.zeros(3, dtype=torch.int64)
-    out, routing = block(x_BLD, place(config, 3, 16, dtype=dtype), keys)
-    skipped = ~routing.depth.kept_BL()
+    out, routing = run(block, x_BLD, place(config, 3, 16, dtype=dtype), keys)
+    skipped = ~routing.kept_BL()
     assert skipped.sum() >= 3 * 12
     assert out.dtype == dtype
     bits = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float64: torch.int64}[dtype]
@@ -109,8 +118,9 @@ def test_packed_slots_name_the_kept_tokens_in_order(rows):
 
 def test_all_zero_inputs_tie_and_still_keep_exactly_c_per_row():
     config = make_config(depth={"capacity_fraction": 0.3})
-    _, routing = routed_block(config)(torch.zeros(2, 10, 16, dtype=torch.float64), place(config, 2, 10), KEYS)
-    assert routing.depth.kept_BS.tolist() == [[0, 1, 2], [0, 1, 2]]
+    x_BLD = torch.zeros(2, 10, 16, dtype=torch.float64)
+    _, routing = run(routed_block(config), x_BLD, place(config, 2, 10), KEYS)
+    assert routing.kept_BS.tolist() == [[0, 1, 2], [0, 1, 2]]
 
 
 @pytest.mark.parametrize("selection", ["learned", "stochastic", "token_choice"])
@@ -119,20 +129,18 @@ def test_a_batch_of_two_equals_two_batches_of_one(selection):
     config = make_config(depth={"selection": selection, "gate": gate, "capacity_fraction": 0.4}, experts={})
     block, x_BLD = routed_block(config), random_stream()
     keys = torch.tensor([5, 9])
-    both, _ = block(x_BLD, place(config, 2, 10), keys)
+    both = block(x_BLD, place(config, 2, 10), keys)
     for b in range(2):
-        alone, _ = block(x_BLD[b : b + 1], place(config, 1, 10), keys[b : b + 1])
+        alone = block(x_BLD[b : b + 1], place(config, 1, 10), keys[b : b + 1])
         torch.testing.assert_close(both[b : b + 1], alone, rtol=1e-12, atol=1e-12)
 
 
 def test_capacity_one_with_gate_one_equals_the_plain_block():
     config = make_config(depth={"selection": "stochastic", "gate": "one", "capacity_fraction": 1.0}, experts={})
-    routed, plain = routed_block(config), Block(config, 1, MoELayer).double()
+    routed, plain = routed_block(config), Block(config, 1, LocalMoE).double()
     plain.body.load_state_dict(routed.body.state_dict())
-    x_BLD, placement = random_stream(), place(config, 2, 10)
-    torch.testing.assert_close(
-        routed(x_BLD, placement, KEYS)[0], plain(x_BLD, placement, KEYS)[0], rtol=1e-13, atol=1e-13
-    )
+    x_BLD, grid = random_stream(), place(config, 2, 10)
+    torch.testing.assert_close(routed(x_BLD, grid, KEYS), plain(x_BLD, grid, KEYS), rtol=1e-13, atol=1e-13)
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -140,17 +148,17 @@ def test_routed_block_equals_the_dense_block_on_the_subsequence_with_original_po
     config = make_config(depth={"capacity_fraction": 0.4})
     block, x_BLD = routed_block(config), random_stream()
     documents = two_documents() if packed else None
-    out, routing = block(x_BLD, place(config, 2, 10, documents), KEYS)
+    out, routing = run(block, x_BLD, place(config, 2, 10, documents), KEYS)
     for b in range(2):
-        kept = routing.depth.kept_BS[b]
+        kept = routing.kept_BS[b]
         own_documents = None if documents is None else documents[b : b + 1, kept]
-        update, _ = block.body(x_BLD[b : b + 1, kept], placed_at(config, kept, own_documents))
-        expected = x_BLD[b, kept] + routing.depth.gates_BS[b].unsqueeze(-1) * update[0]
+        update = block.body(x_BLD[b : b + 1, kept], placed_at(config, kept, own_documents))
+        expected = x_BLD[b, kept] + routing.gates_BS[b].unsqueeze(-1) * update[0]
         torch.testing.assert_close(out[b, kept], expected, rtol=1e-12, atol=1e-12)
 
 
 def placed_at(config, positions, documents):
-    """The placement of one row whose tokens stand at the given positions."""
+    """The grid of one row whose tokens stand at the given positions."""
     cos, sin = rope_tables(positions.unsqueeze(0), config.model.head_width, config.model.rope_theta, torch.float64)
     return Grid.of_sequence(positions.unsqueeze(0), cos, sin, documents)
 
@@ -163,8 +171,8 @@ def test_routed_blocks_are_every_other_block_and_block_zero_sees_everything():
 def test_token_choice_keeps_who_wants_and_at_most_the_capacity():
     config = make_config(depth={"selection": "token_choice", "gate": "raw", "capacity_fraction": 0.3})
     x_BLD = random_stream(num_rows=4, length=10)
-    _, routing = routed_block(config)(x_BLD, place(config, 4, 10), torch.zeros(4, dtype=torch.int64))
-    for logits, kept in zip(routing.depth.logits_BL, routing.depth.kept_BL(), strict=True):
+    _, routing = run(routed_block(config), x_BLD, place(config, 4, 10), torch.zeros(4, dtype=torch.int64))
+    for logits, kept in zip(routing.logits_BL, routing.kept_BL(), strict=True):
         wanting = [i for i in range(10) if logits[i] > 0]
         best = sorted(wanting, key=lambda i: (-logits[i].item(), i))[:3]
         assert kept.nonzero().flatten().tolist() == sorted(best)
@@ -177,9 +185,9 @@ def test_a_token_choice_block_that_nobody_enters_passes_all_through_and_gives_ze
     with torch.no_grad():
         block.router.scorer.weight.zero_()  # logit 0 is not above 0
     x_BLD = random_stream()
-    out, routing = block(x_BLD, place(config, 2, 10), KEYS)
+    out, routing = run(block, x_BLD, place(config, 2, 10), KEYS)
     assert torch.equal(out, x_BLD)
-    assert routing.placement.positions_BS.shape == (2, 0)
+    assert routing.kept_BS.shape == (2, 0)
     out.square().sum().backward()
     for name, parameter in block.body.named_parameters():
         assert parameter.grad is not None and not parameter.grad.any(), name
@@ -205,7 +213,7 @@ def test_stochastic_noise_is_standard_normal_and_depends_on_every_part_of_its_ke
 def test_stochastic_gate_is_one_or_the_noise_itself():
     for gate in ("one", "raw"):
         config = make_config(depth={"selection": "stochastic", "gate": gate})
-        depth = routed_block(config)(random_stream(), place(config, 2, 10), KEYS)[1].depth
+        _, depth = run(routed_block(config), random_stream(), place(config, 2, 10), KEYS)
         noise = depth.logits_BL.gather(1, depth.kept_BS)
         assert torch.equal(depth.gates_BS, torch.ones_like(noise) if gate == "one" else noise)
 
@@ -229,14 +237,13 @@ def test_a_router_told_to_keep_another_share_keeps_it(depth):
     block = routed_block(make_config(depth={"capacity_fraction": 0.125, **depth}))
     x_BLD = random_stream(length=24)
     for kept, capacity in ((Fraction(1), 24), (Fraction(1, 3), 8), (Fraction(3, 10), 8)):
-        block.router.kept_fraction = kept
-        assert block.router(x_BLD, KEYS)[2].kept_BS.shape == (2, capacity)
+        assert block.router(x_BLD, KEYS, kept)[0].kept_BS.shape == (2, capacity)
 
 
-def test_chance_decides_by_the_share_that_is_kept_now():
-    router = routed_block(make_config(depth={"selection": "stochastic", "gate": "one"})).router
+def test_chance_decides_by_the_share_that_is_kept():
     positions_BL = torch.arange(4000).expand(2, -1)
-    for kept in (Fraction(1), Fraction(2, 3), Fraction(1, 8)):
-        router.kept_fraction = kept
+    for kept in (1.0, 0.66, 0.125):
+        depth = {"selection": "stochastic", "gate": "one", "capacity_fraction": kept}
+        router = routed_block(make_config(depth=depth)).router
         keep_BL = router.decide(torch.zeros(2, 4000, 16), KEYS, positions_BL, "router").keep_BL
-        assert keep_BL.double().mean().item() == pytest.approx(float(kept), abs=0.02)
+        assert keep_BL.double().mean().item() == pytest.approx(kept, abs=0.02)

@@ -11,13 +11,13 @@ import sys
 
 import pytest
 import torch
-from mode.moe.backends.native import mix_tokens, native_experts
 from torch.utils.flop_counter import FlopCounterMode
 
-from mode.moe.dispatch import LocalDispatcher
-from mode.moe.experts import choose_backend, loop_experts
-from mode.moe.layer import MoELayer
+from mode.moe.experts import ROW_EXPERTS, choose_backend, fused_rows
+from mode.moe.layer import LocalMoE
+from mode.ops import mix, operators
 from mode.ops.library import _compiled
+from mode.ops.swiglu import loop_experts
 from mode.section import ConfigError
 from mode.transformer.model import ModeTransformer
 from tests import launch
@@ -71,7 +71,7 @@ def test_sorted_rows_equal_the_loop_in_outputs_and_every_gradient(sizes, dtype, 
     torch.set_num_threads(threads)
     counts_e = torch.tensor(sizes)
     x_QD, *weights = inputs(sum(sizes), len(sizes), *width, dtype)
-    actual = with_gradients(lambda x, *w: native_experts(x, counts_e, *w), x_QD, *weights)
+    actual = with_gradients(lambda x, *w: fused_rows(x, counts_e, *w), x_QD, *weights)
     expected = with_gradients(lambda x, *w: loop_experts(x, counts_e, *w), x_QD, *weights)
     for name, a, b in zip(("out", "x", "w1", "w2", "w3"), actual, expected, strict=True):
         scale = b.abs().max().item() if b.numel() else 0.0
@@ -96,7 +96,7 @@ def test_choices_that_are_no_expert_add_nothing_and_have_no_gradient(top_k):
             rows.append(row)
         return torch.stack(rows)
 
-    actual = with_gradients(lambda x, g, *w: mix_tokens(x, choices_TK, g, *w), x_TD, gates_TK, *weights)
+    actual = with_gradients(lambda x, g, *w: mix(x, choices_TK, g, *w), x_TD, gates_TK, *weights)
     expected = with_gradients(one_by_one, x_TD, gates_TK, *weights)
     for a, b in zip(actual, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
@@ -108,9 +108,9 @@ def test_choices_that_are_no_expert_add_nothing_and_have_no_gradient(top_k):
 def results(backend, tokens=640):
     """Output and gradients of a layer of six experts, some tokens of which no expert gets."""
     config = make_config(experts={"backend": backend, "num_experts": 6, "num_no_ops": 1, "no_op_fraction": 0.2})
-    layer = spread_weights(MoELayer(config.experts, config.model.width))
+    layer = spread_weights(LocalMoE(config.model.width, config=config.experts))
     x_TD = torch.randn(tokens, 16, generator=torch.Generator().manual_seed(1)).requires_grad_()
-    out_TD, _ = layer(x_TD)
+    out_TD = layer(x_TD)[0]
     out_TD.square().sum().backward()
     return [out_TD.detach(), x_TD.grad, *(parameter.grad for parameter in layer.parameters())]
 
@@ -132,13 +132,13 @@ def test_many_tokens_that_no_expert_has(top_k, favourite, threads):
     for backend in ("native", "loop"):
         no_ops = {"num_no_ops": 2, "no_op_fraction": 0.7, "balance_bias": {}}
         config = make_config(experts={"backend": backend, "num_experts": 6, "top_k": top_k, **no_ops})
-        layer = spread_weights(MoELayer(config.experts, config.model.width))
+        layer = spread_weights(LocalMoE(config.model.width, config=config.experts))
         layer.router.bias_J[0] = favourite
         layer.router.bias_J[-2:] = 2.0
         x_TD = torch.randn(1500, 16, generator=torch.Generator().manual_seed(1)).requires_grad_()
         torch.empty(1500 * 16).fill_(float("nan"))  # what is not cleared may have been this
-        out_TD, routing = layer(x_TD)
-        assert routing.num_no_op() > 512
+        out_TD = layer(x_TD)[0]
+        assert layer.router(x_TD, (1, 1500)).num_no_op() > 512
         out_TD.square().sum().backward()
         found.append([out_TD.detach(), x_TD.grad, *(parameter.grad for parameter in layer.parameters())])
     torch.set_num_threads(before)
@@ -148,7 +148,7 @@ def test_many_tokens_that_no_expert_has(top_k, favourite, threads):
 
 def make_layer(**experts):
     config = make_config(experts={"num_experts": 3, "top_k": 3, **experts})
-    return spread_weights(MoELayer(config.experts, config.model.width))
+    return spread_weights(LocalMoE(config.model.width, config=config.experts))
 
 
 def test_without_gradients_and_in_inference_mode_too():
@@ -166,7 +166,7 @@ def test_autocast_around_backward_changes_nothing(backend):
     gradients = []
     for enabled in (False, True):
         x_TD = torch.randn(20, 16, generator=torch.Generator().manual_seed(1)).requires_grad_()
-        loss = layer.experts(x_TD, torch.tensor([7, 7, 6])).square().sum()
+        loss = ROW_EXPERTS[backend](x_TD, torch.tensor([7, 7, 6]), *layer.experts.parameters()).square().sum()
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
             loss.backward()
         gradients.append([x_TD.grad, *(parameter.grad.clone() for parameter in layer.experts.parameters())])
@@ -181,7 +181,7 @@ def test_what_counts_operations_sees_all_of_them(backend):
     layer = make_layer(backend=backend)
     flops = 3 * 2 * 21 * 16 * layer.experts.w1.shape[1]
     with FlopCounterMode(display=False) as counter:
-        layer.experts(torch.randn(21, 16), torch.tensor([7, 7, 7]))
+        ROW_EXPERTS[backend](torch.randn(21, 16), torch.tensor([7, 7, 7]), *layer.experts.parameters())
     assert counter.get_total_flops() == flops
     router = 2 * 21 * 16 * 3
     with FlopCounterMode(display=False) as counter:
@@ -199,7 +199,7 @@ def test_shapes_that_do_not_fit_are_refused():
         (one, torch.ones(6, 1), [weights[0], weights[1], weights[2][:1]]),
     ):
         with pytest.raises(RuntimeError, match=r"mix: shapes must be tokens \[T, D\], choices and gates"):
-            mix_tokens(x_TD, choices_TK, gates_TK, *given)
+            mix(x_TD, choices_TK, gates_TK, *given)
 
 
 @pytest.mark.parametrize("backend", ["native", "auto"])
@@ -226,8 +226,8 @@ def test_auto_takes_it_on_a_cpu_for_what_it_computes():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_an_auto_layer_sorts_its_tokens_only_where_it_must(dtype, monkeypatch):
     layer, sorted_ones = make_layer(backend="auto").to(dtype), []
-    sort = LocalDispatcher.sort
-    monkeypatch.setattr(LocalDispatcher, "sort", lambda *given: sorted_ones.append(1) or sort(*given))
+    sort = operators.sort_by_expert
+    monkeypatch.setattr(operators, "sort_by_expert", lambda *given: sorted_ones.append(1) or sort(*given))
     layer(torch.randn(20, 16, dtype=dtype))
     assert len(sorted_ones) == (dtype == torch.bfloat16)
 

@@ -65,9 +65,18 @@ class StackedExperts(nn.Module):
 
 
 class FusedExperts(StackedExperts):
-    """Gather, products, activation, gates and sum in one operator: a kernel on CPUs. For experts on one rank."""
+    """Gather, products, activation, gates and sum in one operator: a kernel on CPUs. For experts on one rank.
+
+    `kernel_required`: where the kernel cannot be used it is an error, not a reason to use torch's operators.
+    """
+
+    def __init__(self, *sizes: Any, kernel_required: bool = False, **options: Any) -> None:
+        super().__init__(*sizes, **options)
+        self.kernel_required = kernel_required
 
     def forward(self, x_TD: Tensor, routing: ExpertRouting) -> Tensor:
+        if self.kernel_required:
+            choose_backend("native", x_TD.device, x_TD.dtype, ())
         choices_TK = routing.choices_TK.where(routing.processed_TK, -1)
         return mix(x_TD, choices_TK, routing.gates_TK, self.w1, self.w2, self.w3)
 
@@ -236,7 +245,7 @@ def build_experts(
     sizes = (num_local, width, config.width, initial.part("experts"))
     options: dict[str, Any] = {"first": ep_rank * num_local, "output_scale": output_scale, "mark": mark}
     if ep_size == 1 and config.backend in ("auto", "native"):
-        return FusedExperts(*sizes, **options)
+        return FusedExperts(*sizes, kernel_required=config.backend == "native", **options)
     # MegaBlocks' own permutation where it fits: with no-ops or a capacity it would copy rows that no expert processes.
     its_own = config.backend == "megablocks" and processes_all(config)
     dispatcher = (MegaBlocksDispatcher if its_own else LocalDispatcher)(processes_all(config))

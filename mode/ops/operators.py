@@ -204,7 +204,7 @@ class _ScoreAndTake(torch.autograd.Function):
             grad_x_TD, grad_weight_D = torch.ops.deepspeed_mode.score_backward(*inputs)
         else:
             with torch.autocast(x_BLD.device.type, enabled=False):
-                grad_x_TD = (grad_logits_T.unsqueeze(1) * at_least_float32(weight_1D)).to(x_TD.dtype)
+                grad_x_TD = (grad_logits_T.unsqueeze(1) @ at_least_float32(weight_1D)).to(x_TD.dtype)
                 grad_weight_D = (grad_logits_T.unsqueeze(0) @ at_least_float32(x_TD))[0].to(weight_1D.dtype)
         grad_x_TD.index_add_(0, index_R, grad_BSD.flatten(0, 1))
         return grad_x_TD.view_as(x_BLD), grad_weight_D.unsqueeze(0), None
