@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from mode.moe.backends.megablocks import MegaBlocksDispatcher, Permuted, megablocks_experts
 from torch import Tensor
 from torch.nn import functional as F
 
 from mode.moe.dispatch import LocalDispatcher
-from mode.moe.layer import MoELayer
+from mode.moe.layer import LocalMoE
+from mode.moe.megablocks import MegaBlocksDispatcher, Permuted, megablocks_experts
+from mode.records import collect_routing
 from mode.transformer.model import ModeTransformer
 from tests import megablocks_stand_in
 from tests.helpers import assert_same_with_gradients, make_config, spread_weights
@@ -25,9 +26,9 @@ from tests.helpers import assert_same_with_gradients, make_config, spread_weight
 TOLERANCE = 2**-7  # one bfloat16 rounding: the reference rounds and sums in another order here and there
 
 
-def make_layer(**experts: Any) -> MoELayer:
+def make_layer(**experts: Any) -> LocalMoE:
     config = make_config(experts={"backend": "megablocks", **experts})
-    return spread_weights(MoELayer(config.experts, config.model.width).bfloat16())
+    return spread_weights(LocalMoE(config.model.width, config=config.experts).bfloat16())
 
 
 def tokens(num_tokens: int) -> torch.Tensor:
@@ -44,25 +45,26 @@ def plain_loop(x_QD: Tensor, counts_e: Tensor, w1_eFD: Tensor, w2_eDF: Tensor, w
     return torch.cat(outputs)
 
 
-def by_the_reference(layer: MoELayer, x_TD: torch.Tensor) -> torch.Tensor:
+def by_the_reference(layer: LocalMoE, x_TD: torch.Tensor) -> torch.Tensor:
     """The same layer, dispatched and computed without MegaBlocks."""
-    dispatcher, compute = layer.dispatcher, layer.experts.compute
-    layer.dispatcher, layer.experts.compute = LocalDispatcher(), plain_loop
-    out_TD, _ = layer(x_TD)
-    layer.dispatcher, layer.experts.compute = dispatcher, compute
+    dispatcher, compute = layer.experts.dispatcher, layer.experts.compute
+    layer.experts.dispatcher, layer.experts.compute = LocalDispatcher(), plain_loop
+    out_TD = layer(x_TD)[0]
+    layer.experts.dispatcher, layer.experts.compute = dispatcher, compute
     return out_TD
 
 
-def compare(layer: MoELayer, x_TD: torch.Tensor) -> Any:
-    actual, routing = layer(x_TD)
+def compare(layer: LocalMoE, x_TD: torch.Tensor) -> Any:
+    with collect_routing(layer) as records:
+        actual = layer(x_TD)[0]
     inputs = {"x": x_TD, **dict(layer.named_parameters())}
     assert_same_with_gradients(actual, by_the_reference(layer, x_TD), inputs, TOLERANCE)
-    return routing
+    return records[0].routing
 
 
 def every_choice_processed(num_experts: int, top_k: int, num_tokens: int = 13) -> None:
     layer = make_layer(num_experts=num_experts, top_k=top_k)
-    assert isinstance(layer.dispatcher, MegaBlocksDispatcher)
+    assert isinstance(layer.experts.dispatcher, MegaBlocksDispatcher)
     megablocks_stand_in.calls.clear()
     compare(layer, tokens(num_tokens))
     used = megablocks_stand_in.calls

@@ -132,9 +132,8 @@ def test_a_model_told_to_keep_another_share_is_counted_by_it():
     ids = torch.randint(40, (3, 16), generator=torch.Generator().manual_seed(0))
     model, outputs = ModeTransformer(config), []
     for kept in (Fraction(1), Fraction(5, 8), Fraction(1, 3)):
-        model.keep(kept)
-        forward = counted(lambda: outputs.append(model(ids)))
-        counts = accounting.expected_counts(config, rows=3, capacity_fraction=capacity_fraction)
+        forward = counted(lambda share=kept: outputs.append(model(ids, capacity_fraction=share)))
+        counts = accounting.expected_counts(config, rows=3, capacity_fraction=kept)
         assert [record.counts() for record in outputs[-1].routing] == counts
         assert forward == accounting.model_flops(config, counts).forward
         assert {block.slots for block in counts[1::2]} == {math.ceil(kept * 16)}

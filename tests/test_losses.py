@@ -8,11 +8,13 @@ import pytest
 import torch
 
 from mode.config import BalanceLossConfig
-from mode.moe.router import target_shares
+from mode.depth.losses import depth_balance
+from mode.layers import balance
+from mode.moe.losses import expert_balance, target_shares
 from mode.records import DepthRouting, ExpertRouting
-from mode.transformer.losses import balance, cross_entropy, depth_balance, expert_balance
+from mode.transformer.losses import cross_entropy
 from mode.transformer.model import ModeTransformer
-from tests.helpers import make_config, place
+from tests.helpers import make_config
 
 IDS = torch.randint(40, (3, 16), generator=torch.Generator().manual_seed(0))
 FULL = {
@@ -167,42 +169,41 @@ def test_the_balance_loss_has_its_minimum_one_at_the_targets(seed):
     assert balance(other, other, target).item() > 1
 
 
-def routing_with(choices: list[list[int]], scores: list[list[float]], num_experts: int) -> ExpertRouting:
+def routing_with(choices: list[list[int]], scores: list[list[float]], num_experts: int, rows: int = 1) -> ExpertRouting:
     chosen = torch.tensor(choices)
     probabilities = torch.tensor(scores, dtype=torch.float64)
     gates = probabilities.gather(1, chosen)
-    return ExpertRouting(num_experts, probabilities.log(), probabilities, chosen, gates, chosen < num_experts)
+    shape = (rows, len(choices) // rows)
+    return ExpertRouting(num_experts, probabilities.log(), probabilities, chosen, gates, chosen < num_experts, shape)
 
 
 def test_the_balance_loss_counts_all_no_op_columns_together():
     """Two no-op columns sharing the no-op load are as good as one of them carrying it all."""
     config = make_config(experts={"num_experts": 2, "top_k": 1, "num_no_ops": 2, "no_op_fraction": 0.5})
-    placement = place(config, 1, 4)
     shared = routing_with([[0], [1], [2], [3]], [[0.25, 0.25, 0.25, 0.25]] * 4, 2)
     single = routing_with([[0], [1], [3], [3]], [[0.25, 0.25, 0.0, 0.5]] * 4, 2)
     for routing in (shared, single):
-        value = expert_balance(config.experts, BalanceLossConfig(), placement, routing)
+        value = expert_balance(config.experts, BalanceLossConfig(), routing)
         assert value.item() == pytest.approx(1, rel=1e-12)
 
 
 def test_the_balance_loss_moves_when_the_no_op_load_moves():
     config = make_config(experts={"num_experts": 2, "top_k": 1, "num_no_ops": 1, "no_op_fraction": 0.5})
-    placement, values = place(config, 1, 4), []
+    values = []
     for no_ops in range(5):
         choices = [[2]] * no_ops + [[t % 2] for t in range(4 - no_ops)]
         real = (1 - no_ops / 4) / 2
         routing = routing_with(choices, [[real, real, no_ops / 4]] * 4, 2)
-        values.append(expert_balance(config.experts, BalanceLossConfig(), placement, routing).item())
+        values.append(expert_balance(config.experts, BalanceLossConfig(), routing).item())
     assert values[2] == min(values) == pytest.approx(1)
     assert values[0] > values[1] > values[2] < values[3] < values[4]
 
 
 def test_sequence_scope_is_the_mean_over_sequences_and_global_scope_is_over_the_batch():
     config = make_config(experts={"num_experts": 2, "top_k": 1})
-    routing = routing_with([[0], [0], [1], [1]], [[0.8, 0.2]] * 2 + [[0.2, 0.8]] * 2, 2)
-    placement = place(config, 2, 2)
-    per_sequence = expert_balance(config.experts, BalanceLossConfig(scope="sequence"), placement, routing)
-    whole = expert_balance(config.experts, BalanceLossConfig(scope="global"), placement, routing)
+    routing = routing_with([[0], [0], [1], [1]], [[0.8, 0.2]] * 2 + [[0.2, 0.8]] * 2, 2, rows=2)
+    per_sequence = expert_balance(config.experts, BalanceLossConfig(scope="sequence"), routing)
+    whole = expert_balance(config.experts, BalanceLossConfig(scope="global"), routing)
     assert per_sequence.item() == pytest.approx(2 * 0.8)  # each sequence: f = (1, 0), P = (0.8, 0.2)
     assert whole.item() == pytest.approx(1)  # the batch: f = P = (0.5, 0.5)
 

@@ -19,8 +19,10 @@ import torch
 
 from mode.config_file import run_config_from_dict
 from mode.data.tokenizer import byte_tokenizer
-from mode.moe.experts import BACKENDS, PREFERENCE, choose_backend, megablocks, native
-from mode.moe.layer import MoELayer
+from mode.moe import experts, megablocks
+from mode.moe.experts import PREFERENCE, ROW_EXPERTS, choose_backend
+from mode.moe.layer import LocalMoE
+from mode.ops import operators
 from mode.ops.library import Unavailable
 from mode.section import ConfigError
 from mode.training import engine
@@ -117,8 +119,8 @@ def test_a_backend_that_is_named_is_the_one_taken(name):
 
 def test_every_backend_of_the_configuration_exists_and_auto_can_choose_each():
     for name in ("auto", *PREFERENCE):
-        assert make_config(experts={"backend": name}).experts.backend in BACKENDS
-    assert set(BACKENDS) == {"auto", *PREFERENCE}
+        assert make_config(experts={"backend": name}).experts.backend in ROW_EXPERTS
+    assert set(ROW_EXPERTS) == {"auto", *PREFERENCE}
 
 
 def lack_a_compiler():
@@ -138,12 +140,13 @@ def lack_a_compiler():
 )
 def test_an_auto_layer_computes_what_the_backend_it_stands_for_computes(monkeypatch, dtype, compiles, name):
     if not compiles:
-        monkeypatch.setattr(native, "kernels_unavailable", lack_a_compiler)
+        for module in (experts, operators):
+            monkeypatch.setattr(module, "kernels_unavailable", lack_a_compiler)
     x_TD = torch.randn(7, 16, generator=torch.Generator().manual_seed(0)).to(dtype)
     outputs = []
     for backend in ("auto", name):
         config = make_config(experts={"backend": backend})
-        layer = spread_weights(MoELayer(config.experts, config.model.width).to(dtype))
+        layer = spread_weights(LocalMoE(config.model.width, config=config.experts).to(dtype))
         outputs.append(layer(x_TD)[0])
     assert torch.equal(*outputs)
 
@@ -154,7 +157,7 @@ def test_an_auto_layer_computes_what_the_backend_it_stands_for_computes(monkeypa
 
 def test_naming_megablocks_without_the_package_is_one_line_with_the_install_command(without_package):
     config = make_config(experts={"backend": "megablocks"})
-    layer = spread_weights(MoELayer(config.experts, config.model.width).bfloat16())
+    layer = spread_weights(LocalMoE(config.model.width, config=config.experts).bfloat16())
     for ask in (
         lambda: choose_backend("megablocks", GPU, torch.bfloat16, (16, 24)),
         lambda: layer(torch.randn(5, 16).bfloat16()),

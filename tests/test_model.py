@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from mode.transformer.initialise import initialise
 
-from mode.moe.experts import Experts
+from mode import load_config
+from mode.layers import Initial
+from mode.moe.experts import build_experts
 from mode.transformer.model import ModeTransformer
 from tests import reference
 from tests.helpers import make_config
+from tests.launch import ROOT
 
 IDS = torch.randint(40, (3, 16), generator=torch.Generator().manual_seed(0))
 NO_OPS = {"num_no_ops": 1, "no_op_fraction": 0.25}
@@ -163,14 +165,48 @@ def test_every_expert_of_every_layer_draws_weights_of_its_own():
 
 def test_an_expert_draws_the_same_weights_whichever_rank_holds_it():
     config = make_config(experts={})
-    whole, half = ModeTransformer(config), ModeTransformer(config)
-    for block in half.blocks:
-        block.body.feed_forward.experts = Experts(2, 16, 24, "loop", first=2)
-    initialise(half, config)
-    for mine, theirs in zip(half.blocks, whole.blocks, strict=True):
+    initial = Initial.of_experts(seed=3, layer=1)
+    whole = build_experts(config.experts, 16, initial)
+    for ep_rank in range(2):
+        half = build_experts(config.experts, 16, initial, ep_size=2, ep_rank=ep_rank)
         for part in ("w1", "w2", "w3"):
-            held, all_of_them = (getattr(block.body.feed_forward.experts, part) for block in (mine, theirs))
-            assert torch.equal(held, all_of_them[2:])
+            assert torch.equal(getattr(half, part), getattr(whole, part)[2 * ep_rank :][:2])
+
+
+# Of each model's initial weights, as the first release drew them: results recorded with it can be reproduced.
+FINGERPRINTS = {
+    "dense": -4.985803414945369,
+    "mod": 24.478977539856537,
+    "mod_stochastic": -4.985803414945369,
+    "mode": 76.332787098021,
+    "mode_integrated": 54.23785639325341,
+    "mode_staged": 77.38842588397752,
+    "moe": 55.49821604096306,
+    "moe_reduced_capacity": 55.49821604096306,
+}
+
+
+def fingerprint(model):
+    """A sum over all weights in which every one counts with a factor of its own."""
+    total = 0.0
+    for place, (_, weight) in enumerate(sorted(model.state_dict().items())):
+        flat = weight.detach().double().flatten()
+        total += (flat * torch.cos(torch.arange(len(flat), dtype=torch.float64) + place)).sum().item()
+    return total
+
+
+@pytest.mark.parametrize("name", FINGERPRINTS)
+def test_the_initial_weights_of_the_shipped_configurations_are_those_of_the_first_release(name):
+    model = ModeTransformer(load_config(ROOT / "ds_configs" / f"{name}.json"))
+    assert fingerprint(model) == pytest.approx(FINGERPRINTS[name], abs=1e-4)
+
+
+def test_initial_weights_of_every_kind_of_layer_are_those_of_the_first_release():
+    every_kind = {"num_shared": 2, "num_no_ops": 1, "no_op_fraction": 0.25}
+    model = ModeTransformer(make_config(experts=every_kind, depth={"predictor": {}}, seed=3))
+    assert fingerprint(model) == pytest.approx(-0.4805628095968386, abs=1e-5)
+    tied = ModeTransformer(make_config(model={"tied_head": True, "qkv_bias": False}, seed=1))
+    assert fingerprint(tied) == pytest.approx(4.048151053037064, abs=1e-5)
 
 
 def test_initial_scale_keeps_the_stream_and_the_loss_sane():

@@ -17,7 +17,8 @@ from mode import accounting
 from mode.accounting import BlockCounts
 from mode.config import ExpertsConfig
 from mode.moe.deepspeed import MoE
-from mode.moe.layer import MoELayer
+from mode.moe.layer import LocalMoE
+from mode.records import collect_routing
 from mode.training.engine import start_process_group
 from mode.training.local_ranks import run_on_ranks
 from mode.transformer.model import ModeTransformer
@@ -44,13 +45,13 @@ LAYERS: dict[str, tuple[dict[str, Any], list[int], list[float] | None]] = {
 }
 
 
-def whole_and_part(name: str) -> tuple[MoELayer, MoE, list[Tensor]]:
+def whole_and_part(name: str) -> tuple[LocalMoE, MoE, list[Tensor]]:
     """The plain layer, the same one with this rank's experts only, and the tokens of every rank."""
     settings, sizes, bias = LAYERS[name]
     world_size, rank = distributed.get_world_size(), distributed.get_rank()
     config = ExpertsConfig.from_dict(EXPERTS | settings | {"ep_size": world_size})
-    whole = spread_weights(MoELayer(config, WIDTH)).double()
-    part = MoE(config, WIDTH, ep_rank=rank).double()
+    whole = spread_weights(LocalMoE(WIDTH, config=config)).double()
+    part = MoE(WIDTH, config=config).double()
     part.set_deepspeed_parallelism()
     local = slice(part.experts.first, part.experts.first + part.num_local_experts)
     weights = dict(whole.state_dict())
@@ -74,7 +75,7 @@ def compare_layer(name: str) -> dict[str, float]:
     rank = distributed.get_rank()
     outputs = [whole(x)[0] for x in tokens]
     mine = tokens[rank].detach().requires_grad_()
-    out, _ = part(mine)
+    out = part(mine)[0]
     directions = [
         torch.cos(torch.arange(x.numel(), dtype=torch.float64) + number).view_as(x) for number, x in enumerate(tokens)
     ]
@@ -105,7 +106,7 @@ def count_bytes(no_op_bias: float) -> dict[str, Any]:
         experts=NO_OPS | {"ep_size": world_size}, model={"width": WIDTH, "activation_checkpointing": False}
     )
     assert config.experts is not None
-    layer = MoE(config.experts, WIDTH, ep_rank=distributed.get_rank())
+    layer = MoE(WIDTH, config=config.experts)
     layer.set_deepspeed_parallelism()
     spread_weights(layer)
     layer.router.bias_J[4:] += no_op_bias
@@ -120,7 +121,9 @@ def count_bytes(no_op_bias: float) -> dict[str, Any]:
     distributed.all_to_all_single = counting
     try:
         x = torch.randn(24, WIDTH, generator=torch.Generator().manual_seed(distributed.get_rank()), requires_grad=True)
-        out, routing = layer(x)
+        with collect_routing(layer) as records:
+            out = layer(x)[0]
+        routing = records[0].routing
         out.square().mean().backward()
     finally:
         distributed.all_to_all_single = real
@@ -206,7 +209,7 @@ def test_a_rank_that_keeps_no_token_takes_part_in_the_block_all_the_same(ranks: 
 
 def test_the_engine_finds_every_attribute_it_reads_from_an_expert_layer() -> None:
     """By DeepSpeed's own source: where it asks whether a module is an AutoEP layer, what it then reads of it."""
-    layer = MoE(ExpertsConfig.from_dict(EXPERTS | {"ep_size": 2}), WIDTH, ep_rank=1)
+    layer = MoE(WIDTH, config=ExpertsConfig.from_dict(EXPERTS))
     read: set[str] = set()
     for node in ast.walk(ast.parse(inspect.getsource(deepspeed.runtime.engine))):
         if isinstance(node, ast.If) and "isinstance(module, _AutoEPMoELayer)" in ast.unparse(node.test):
@@ -218,15 +221,15 @@ def test_the_engine_finds_every_attribute_it_reads_from_an_expert_layer() -> Non
             }
     assert {"num_experts", "ep_group_name", "expert_placement_descriptor"} <= read, "DeepSpeed asks in another way now"
     missing = sorted(name for name in read if not hasattr(layer, name))
-    assert not missing, f"DeepSpeed's engine reads {missing} of an expert layer; set them in mode/moe/parallel.py"
+    assert not missing, f"DeepSpeed's engine reads {missing} of an expert layer; set them in mode/moe/deepspeed.py"
 
 
 def test_what_we_set_on_a_layer_is_what_deepspeed_sets_on_its_own() -> None:
     source = inspect.getsource(AutoEPMoELayer.__init__)
-    ours = MoE(ExpertsConfig.from_dict(EXPERTS), WIDTH, ep_rank=0)
-    plain = set(vars(MoELayer(ExpertsConfig.from_dict(EXPERTS), WIDTH)))
+    ours = MoE(WIDTH, config=ExpertsConfig.from_dict(EXPERTS))
+    plain = set(vars(LocalMoE(WIDTH, config=ExpertsConfig.from_dict(EXPERTS))))
     for name in sorted(set(vars(ours)) - plain):
-        assert f"self.{name} = " in source, f"AutoEPMoELayer no longer sets {name!r}: mode/moe/parallel.py relies on it"
+        assert f"self.{name} = " in source, f"AutoEPMoELayer no longer sets {name!r}: mode/moe/deepspeed.py relies on it"
     for name in ("allreduce", "group_name", "ds_zero_placement_family", "ds_zero_partition_group_name"):
         assert f"param.{name} = " in source, f"AutoEPMoELayer no longer marks parameters with {name!r}"
         assert hasattr(ours.experts.w1, name)

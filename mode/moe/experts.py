@@ -24,7 +24,6 @@ from mode.ops.library import Unavailable, kernels_unavailable
 from mode.ops.operators import KERNEL_DTYPES
 from mode.ops.swiglu import grouped_mm_experts, grouped_mm_unavailable, loop_experts
 from mode.records import ExpertRouting
-from mode.section import ConfigError
 
 Mark = Callable[[nn.Parameter], None]
 
@@ -199,7 +198,7 @@ def choose_backend(name: str, device: torch.device, dtype: torch.dtype, widths: 
             try:
                 checks[name](device, dtype)
             except Unavailable as why:
-                raise ConfigError("experts.backend", f'is "{name}"; {why.reason}; {why.fix}') from why
+                raise why.for_setting(name) from why
         return name, "as configured"
     best, reason = ("native", "compiled for this CPU") if device.type == "cpu" else ("megablocks", "it is installed")
     try:

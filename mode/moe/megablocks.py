@@ -55,7 +55,7 @@ def _package() -> _Package:
 
 
 def check_megablocks(device: torch.device, dtype: torch.dtype) -> None:
-    """Refuses, by `Unavailable`, a model that MegaBlocks cannot compute here. Imports it only if nothing else is lacking."""
+    """Refuses, by `Unavailable`, a model that MegaBlocks cannot compute here. Imports it last."""
     _check_installed()
     if device.type != "cuda":
         raise Unavailable(f"megablocks needs a CUDA GPU and this is a {device.type} device", 'use "auto"')
@@ -84,16 +84,24 @@ def _check_dtype(dtype: torch.dtype) -> None:
         )
 
 
+def _named_package(dtype: torch.dtype) -> _Package:
+    """The package for a layer whose setting names it: without it, that setting is the error."""
+    try:
+        _check_dtype(dtype)
+        return _package()
+    except Unavailable as why:
+        raise why.for_setting("megablocks") from why
+
+
 # ---------------------------------------------------------------------------------------------------
 # The experts
 
 
 def megablocks_experts(x_QD: Tensor, counts_e: Tensor, w1_eFD: Tensor, w2_eDF: Tensor, w3_eFD: Tensor) -> Tensor:
     """As MegaBlocks' `GroupedGLU`, whose second weight is laid out the other way round."""
-    _check_dtype(x_QD.dtype)
+    gmm = _named_package(x_QD.dtype).gmm
     if not len(x_QD):  # no work for a kernel; the reference gives every weight its zero gradient
         return loop_experts(x_QD, counts_e, w1_eFD, w2_eDF, w3_eFD)
-    gmm = _package().gmm
     sizes_e = counts_e.cpu()  # the one wait for the device: cuBLAS is told the sizes by the host
     gate_QF = gmm(x_QD, w1_eFD, sizes_e, trans_b=True)
     up_QF = gmm(x_QD, w3_eFD, sizes_e, trans_b=True)
@@ -126,7 +134,7 @@ class MegaBlocksDispatcher(LocalDispatcher):
         top_k = routing.choices_TK.shape[1]
         if not 0 < x_TD.numel() * top_k < MAX_OFFSET:
             return super().dispatch(x_TD, routing)
-        ops = _package().ops
+        ops = _named_package(x_TD.dtype).ops
         choices_A = routing.choices_TK.flatten().int()
         experts_A, order_A = ops.sort(choices_A, max(1, (routing.num_experts - 1).bit_length()))
         counts_E = ops.histogram(choices_A, routing.num_experts)

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from mode.host import default_cache_dir
+from mode.section import ConfigError
 
 Shape = tuple[int, ...]
 
@@ -33,11 +34,15 @@ VECTORS = {  # what torch computes with here, and how a compiler is told to
 
 
 class Unavailable(Exception):
-    """Why there is no library here, and what would help."""
+    """Why a way to compute cannot be used here, and what would help."""
 
     def __init__(self, reason: str, fix: str) -> None:
         self.reason, self.fix = reason, fix
         super().__init__(f"{reason}; {fix}")
+
+    def for_setting(self, backend: str) -> ConfigError:
+        """As an error of the setting that named the backend."""
+        return ConfigError("experts.backend", f'is "{backend}"; {self.reason}; {self.fix}')
 
 
 @functools.cache

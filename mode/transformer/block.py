@@ -21,7 +21,7 @@ from mode.depth.router import Routed
 from mode.layers import Initial, SwiGLU
 from mode.moe.layer import LocalMoE
 from mode.ops import rms_norm
-from mode.records import only_present
+from mode.records import flatten, only_present, present_slots, unflatten
 from mode.transformer.attention import Attend, Attention, Grid, attend_causally
 from mode.transformer.cache import BlockCache
 
@@ -40,8 +40,10 @@ class DenseFeedForward(nn.Module):
         self.swiglu = SwiGLU(width, hidden_width, initial.part("swiglu"), output_scale)
 
     def forward(self, x_BSD: Tensor) -> tuple[Tensor]:
-        """A tuple, as the expert layer's: the output comes first."""
-        return (self.swiglu(x_BSD),)
+        """A tuple, as the expert layer's: the output comes first. Fillers are left out and get zero."""
+        used_BS = present_slots(x_BSD.shape)
+        mixed_TD = self.swiglu(flatten(x_BSD, used_BS))
+        return (unflatten(mixed_TD, (x_BSD.shape[0], x_BSD.shape[1]), used_BS),)
 
 
 class BlockBody(nn.Module):

@@ -28,15 +28,15 @@ def by_loops(model, batch, causal):
 
 
 def loops_of_a_block(model, module, given, batch):
-    (x_BSD, placement), settings = given, model.config.model
+    (x_BSD, grid), settings = given, model.config.model
     heads, groups, width = settings.num_heads, settings.num_kv_heads, settings.head_width
     sums = {name: [0.0] * heads for name in ("entropy", "previous", "repeat")}
     tokens = visible = 0
     chance = 0.0
     for row, ids in enumerate(batch.input_ids.tolist()):
-        present = placement.present_BS
+        present = grid.valid_BS
         slots = x_BSD.shape[1] if present is None else int(present[row].sum())
-        positions = placement.positions_BS[row, :slots].tolist()
+        positions = grid.positions_BS[row, :slots].tolist()
         documents = [0] * len(ids) if batch.documents is None else batch.documents[row].tolist()
         queries, keys = [], []
         for slot, position in enumerate(positions):

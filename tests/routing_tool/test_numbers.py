@@ -66,7 +66,7 @@ class Loops:
         self.losses[name] += float(out.losses["cross_entropy"]) / ROWS
         entered, real = [[0] * LENGTH for _ in range(LAYERS)], [0] * LENGTH
         for layer, record in enumerate(out.routing):
-            positions = record.placement.positions_BS[0].tolist()
+            positions = record.positions_BS[0].tolist()
             self.kept[name][layer] += len(positions)
             for slot, position in enumerate(positions):
                 entered[layer][position] = 1
