@@ -32,7 +32,9 @@ def flops_until(step: int, steps: int, run: RunConfig) -> int:
     depth = run.mode.depth
     if depth is None:
         return step * accounting.step_flops(run, 1)
-    return sum(accounting.step_flops(run, 1, accounting.capacity_fraction_at(depth, past, steps)) for past in range(step))
+    return sum(
+        accounting.step_flops(run, 1, accounting.capacity_fraction_at(depth, past, steps)) for past in range(step)
+    )
 
 
 def main(config_file: str, output_dir: str) -> int:

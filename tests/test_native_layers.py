@@ -271,7 +271,9 @@ def test_kernels_are_registered_for_cpus_alone():
 
 
 KERNEL_CALLS = {
-    "mix": lambda x: operators.mix(x, CHOICES, GATES, *(random(3, *s, seed=4).requires_grad_() for s in ((7, 6), (6, 7), (7, 6)))),
+    "mix": lambda x: operators.mix(
+        x, CHOICES, GATES, *(random(3, *s, seed=4).requires_grad_() for s in ((7, 6), (6, 7), (7, 6)))
+    ),
     "route": lambda x: route(x, random(4, 6, seed=5).requires_grad_(), None, 2)[3],
     "score": lambda x: score_and_take(x.unsqueeze(0), random(1, 6, seed=6).requires_grad_(), 3)[2],
     "rms_norm": lambda x: operators.rms_norm(x, random(6, seed=7), 1e-5),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import functools
 import inspect
 from typing import Any
 
@@ -148,7 +147,7 @@ def evaluate_unevenly() -> dict[str, tuple[int, float]]:
     """Causal forward passes in which rank 0 alone keeps tokens, then none does: (kept, difference to one rank)."""
     rank, world_size = distributed.get_rank(), distributed.get_world_size()
     config = make_config(experts=NO_OPS | {"ep_size": world_size}, depth={"predictor": {"width": 4}})
-    model = ModeTransformer(config, functools.partial(MoE, ep_rank=rank)).eval()
+    model = ModeTransformer(config, MoE).eval()
     plain = ModeTransformer(config).eval()
     for module in model.modules():
         if isinstance(module, MoE):
@@ -229,7 +228,9 @@ def test_what_we_set_on_a_layer_is_what_deepspeed_sets_on_its_own() -> None:
     ours = MoE(WIDTH, config=ExpertsConfig.from_dict(EXPERTS))
     plain = set(vars(LocalMoE(WIDTH, config=ExpertsConfig.from_dict(EXPERTS))))
     for name in sorted(set(vars(ours)) - plain):
-        assert f"self.{name} = " in source, f"AutoEPMoELayer no longer sets {name!r}: mode/moe/deepspeed.py relies on it"
+        assert f"self.{name} = " in source, (
+            f"AutoEPMoELayer no longer sets {name!r}: mode/moe/deepspeed.py relies on it"
+        )
     for name in ("allreduce", "group_name", "ds_zero_placement_family", "ds_zero_partition_group_name"):
         assert f"param.{name} = " in source, f"AutoEPMoELayer no longer marks parameters with {name!r}"
         assert hasattr(ours.experts.w1, name)

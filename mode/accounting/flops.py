@@ -123,7 +123,11 @@ def step_flops(run: RunConfig, world_size: int, capacity_fraction: Fraction | No
     `capacity_fraction` is the share of a sequence that routed blocks keep, by default the configuration's.
     """
     micro, accumulation = run.engine.batch_layout(world_size)
-    return model_flops(run.mode, expected_counts(run.mode, micro, capacity_fraction=capacity_fraction)).training * accumulation * world_size
+    return (
+        model_flops(run.mode, expected_counts(run.mode, micro, capacity_fraction=capacity_fraction)).training
+        * accumulation
+        * world_size
+    )
 
 
 def run_flops(run: RunConfig, world_size: int, steps: int) -> int:
@@ -142,7 +146,9 @@ def _flops_of_steps(run: RunConfig, world_size: int) -> Callable[[int], int]:
 
     @functools.cache
     def of_a_routed_block(share: Fraction | None) -> int:  # all of them are alike
-        return block_flops(config, routed[0], expected_block_counts(config, routed[0], micro, capacity_fraction=share)).training
+        return block_flops(
+            config, routed[0], expected_block_counts(config, routed[0], micro, capacity_fraction=share)
+        ).training
 
     def total(steps: int) -> int:
         more = sum(

@@ -108,6 +108,8 @@ def memory_per_rank(run: RunConfig, world_size: int, zero_stage: int | None = No
     element_size = ELEMENT_SIZE[zero.precision]
     return dataclasses.replace(
         state_memory(num_parameters(config) - experts, experts, world_size, ep_size, zero),
-        activations=activation_bytes(config, expected_counts(config, rows, capacity_fraction=largest_capacity_fraction(config)), element_size),
+        activations=activation_bytes(
+            config, expected_counts(config, rows, capacity_fraction=largest_capacity_fraction(config)), element_size
+        ),
         logits=logits_bytes(config, rows, config.model.sequence_length, element_size),
     )

@@ -43,6 +43,7 @@ from deepspeed.module_inject.auto_ep_comm import COMM_BACKEND
 from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer, _AllToAllV, _split_plan_from_expert_counts
 from deepspeed.moe.utils import is_moe_param
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.zero import partition_parameters
 from deepspeed.utils import groups
 from torch import Tensor, distributed, nn
 
@@ -190,7 +191,7 @@ class MoE(LocalMoE, AutoEPMoELayer):
 
     def _mark_for_zero_init(self, parameter: nn.Parameter) -> None:
         """Tells `zero.Init`, which partitions a parameter as it is made, which ranks hold the same experts."""
-        if self.ep_size > 1 and distributed.is_initialized():
+        if partition_parameters.zero_init_context:
             if self.ep_group_name not in groups._get_expert_parallel_group_dict():
                 groups._create_expert_and_data_parallel(self.ep_size)
             parameter.ds_zero_partition_process_group = groups._get_expert_data_parallel_group(  # type: ignore[attr-defined]

@@ -174,4 +174,6 @@ def _check_expert(expert: nn.Module | None, expert_width: int | None, num_shared
             f"{given} of expert and expert_width given; give expert, any module, or expert_width for SwiGLU experts"
         )
     if num_shared and expert_width is None:
-        raise ValueError(f"num_shared is {num_shared} with expert; shared experts are SwiGLU: give expert_width instead")
+        raise ValueError(
+            f"num_shared is {num_shared} with expert; shared experts are SwiGLU: give expert_width instead"
+        )

@@ -91,9 +91,7 @@ class _Mix(torch.autograd.Function):
 # ---- Expert routers ----
 
 
-def route(
-    x_TD: Tensor, weight_JD: Tensor, bias_J: Tensor | None, top_k: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def route(x_TD: Tensor, weight_JD: Tensor, bias_J: Tensor | None, top_k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(logits x weight^T, their softmax, the K columns largest with the bias [T, K], the scores of those).
 
     Best first; of equal columns the lower. All in float32 at least, whatever the precision of x.

@@ -49,7 +49,9 @@ def routing_sums(config: ModeConfig, routing: Sequence[BlockRouting]) -> Tensor:
     return torch.stack(rows)
 
 
-def counted_flops(config: ModeConfig, rows: int, sums: Sequence[Sequence[float]], capacity_fraction: Fraction | None = None) -> int:
+def counted_flops(
+    config: ModeConfig, rows: int, sums: Sequence[Sequence[float]], capacity_fraction: Fraction | None = None
+) -> int:
     """Training FLOPs of a step of `rows` sequences over all ranks, from the routes it took.
 
     `capacity_fraction` is the share of a sequence that routed blocks kept, by default the configuration's.

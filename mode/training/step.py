@@ -49,9 +49,7 @@ def optimizer_step(
     sums: Tensor | None = None
     for batch in batches:
         inputs = model_inputs(batch, device)
-        out: ModeOutput = engine(
-            **inputs, labels=inputs["input_ids"], capacity_fraction=capacity_fraction
-        )
+        out: ModeOutput = engine(**inputs, labels=inputs["input_ids"], capacity_fraction=capacity_fraction)
         assert out.loss is not None
         engine.backward(out.loss)
         outputs.append(torch.stack([out.loss.detach(), *(term.detach() for term in out.losses.values())]).double())

@@ -98,7 +98,9 @@ def test_routed_blocks_keep_fewer_tokens_with_every_step_of_a_warmup(finished):
     run_dir, _ = finished
     config, rows = load_config(run_dir / "config.json"), launch.metrics(run_dir)
     length, depth = config.model.sequence_length, config.depth
-    kept = [accounting.depth_capacity(accounting.capacity_fraction_at(depth, step, len(rows)), length) for step in range(12)]
+    kept = [
+        accounting.depth_capacity(accounting.capacity_fraction_at(depth, step, len(rows)), length) for step in range(12)
+    ]
     assert [row["depth/kept_fraction"] * length for row in rows] == kept
     assert kept[0] > 0.85 * length and kept[6] > kept[7] == kept[-1] == length / 4
 

@@ -120,7 +120,9 @@ def _communication(config: ModeConfig, blocks: Sequence[Plan], micro_batches: in
 
 def _memory(run: RunConfig, world_size: int, rows: int) -> Plan:
     memory = accounting.memory_per_rank(run, world_size)
-    counts = accounting.expected_counts(run.mode, rows, capacity_fraction=accounting.largest_capacity_fraction(run.mode))
+    counts = accounting.expected_counts(
+        run.mode, rows, capacity_fraction=accounting.largest_capacity_fraction(run.mode)
+    )
     size = accounting.ELEMENT_SIZE[run.engine.precision]
 
     def activations(checkpointing: bool) -> int:
