@@ -67,6 +67,7 @@ def export(arguments: argparse.Namespace) -> dict[str, Any]:
     evaluated, loss = validation_loss(run_dir, step)
     return {
         "output": arguments.output,
+        "model": run_dir.name,
         "description": config.description,
         "checkpoint": str(checkpoint),
         "step": step,
@@ -99,7 +100,7 @@ def render(figures: dict[str, Any]) -> str:
     when = "" if evaluated == figures["step"] else f"  (at step {evaluated})"
     return table(
         [
-            ("model", figures["description"]),
+            ("model", figures["model"]),
             ("checkpoint", figures["checkpoint"]),
             ("step", f"{figures['step']:,}"),
             ("parameters", f"{figures['parameters']:,}"),

@@ -5,7 +5,7 @@
     python tools/routing.py exported/mode --causal predictor --output report
 
 Writes routing.json (all numbers), PNG files and routing.html (one file, text coloured by compute spent) into the
-folder `routing` of the run, or beside an exported folder, and the pictures for TensorBoard beside the run's own events.
+folder `routing` of the run, or beside an exported folder, and adds the pictures to the run in TensorBoard.
 The decisions shown are those of top-k routing, as in training, or of --causal. The leak is what top-k routing gains
 from seeing the future: the loss at a position given its prefix alone, less that given the whole sequence. Attention is
 that of the first batch: a model whose loss does not fall with the position has no head that looks at what followed an
@@ -132,6 +132,7 @@ def make_report(arguments: argparse.Namespace) -> dict[str, Any]:
     shown = found[arguments.causal]
     flops_NL = token_flops(config, shown)
     report = {
+        "name": loaded.name,
         "model": str(loaded.source),
         "description": config.description,
         "sequences": len(rows),

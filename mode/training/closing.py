@@ -12,6 +12,7 @@ import torch
 
 from mode.config_file import RunConfig
 from mode.data import PackedData, bigram_loss, spread_rows
+from mode.generation.page import printable
 from mode.model.transformer import ModeTransformer
 from mode.training.compiling import uncompiled
 from mode.training.console import table
@@ -55,7 +56,10 @@ def _last_value(metrics: Path, tag: str) -> float | None:
 
 
 def sample(model: ModeTransformer, run: RunConfig, data: PackedData, device: torch.device) -> str:
-    """The same on every rank. Where blocks are collectives, without a cache: then every rank enters every block."""
+    """Text without control characters, the same on every rank.
+
+    Where blocks are collectives, without a cache: then every rank enters every block.
+    """
     config = run.mode
     length = config.model.sequence_length
     num_prompt = min(SAMPLE_PROMPT_TOKENS, length // 2)
@@ -69,7 +73,7 @@ def sample(model: ModeTransformer, run: RunConfig, data: PackedData, device: tor
             use_cache=ep_size == 1 and run.engine.zero_stage < 3,
             seed=config.seed,
         )
-    return data.tokenizer.decode(ids[0].tolist())
+    return printable(data.tokenizer.decode(ids[0].tolist()))
 
 
 def commands(run_dir: Path) -> str:

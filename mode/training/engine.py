@@ -8,6 +8,7 @@ import logging
 import os
 import resource
 import sys
+import warnings
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -59,6 +60,9 @@ def start_process_group(watchdog: Watchdog | None = None) -> None:
     watchdog = watchdog or Watchdog(None, rank=0)
     deepspeed_logger.setLevel(logging.WARNING)
     deepspeed_logger.addFilter(_is_news)
+    # DeepSpeed still calls collectives by the names that torch 2.13 deprecates.
+    deprecated = r"`torch\.distributed\.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated"
+    warnings.filterwarnings("ignore", deprecated, FutureWarning)
     # On CPUs DeepSpeed would compile a shared-memory all-reduce at the first start: a run needs no compiler.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if "RANK" not in os.environ:

@@ -25,6 +25,12 @@ class Loaded:
     tokenizer: Tokenizer
     source: Path  # the checkpoint or folder it came from
 
+    @property
+    def name(self) -> str:
+        """The folder's name, or that of the run and the step."""
+        source = self.source.resolve()
+        return f"{source.parents[1].name}, step {step_of(source)}" if STEP.fullmatch(source.name) else source.name
+
 
 def load_model(path: Path, step: int | None = None, *, device: str = "cpu", dtype: torch.dtype | None = None) -> Loaded:
     """From an exported folder, a run directory (its newest whole checkpoint, or that of `step`) or a folder step_N."""

@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from deepspeed.monitor.config import get_monitor_config
 from deepspeed.monitor.monitor import MonitorMaster
 from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
@@ -23,6 +22,7 @@ from torch.utils.tensorboard.summary import hparams
 
 from mode.run_files import BY_FLOPS, BY_TOKENS
 from mode.training.engine import MONITORS
+from mode.training.picture import draw_decisions
 
 
 class Recorder:
@@ -65,14 +65,9 @@ class Recorder:
             self.board.add_histogram(tag, values.detach().float().cpu(), step)
 
     def write_decisions(self, work_XL: Tensor, step: int) -> None:
-        """Tokens across, blocks upward; dark where a block worked, white where it was skipped."""
-        if self.board is None:
-            return
-        light, dark = torch.tensor([1.0, 1.0, 1.0]), torch.tensor([0.03, 0.19, 0.42])
-        image = light + work_XL.flip(0).unsqueeze(-1) * (dark - light)
-        image = image.repeat_interleave(12, dim=0).repeat_interleave(4, dim=1)
-        image[11::12] = 0.85  # a line between blocks
-        self.board.add_image("routing/decisions", image, step, dataformats="HWC")
+        """As `decision_image` gives it."""
+        if self.board is not None:
+            self.board.add_image("routing/decisions", draw_decisions(work_XL), step, dataformats="HWC")
 
     def write_text(self, tag: str, text: str, step: int) -> None:
         if self.board is not None:
