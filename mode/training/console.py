@@ -28,7 +28,7 @@ class Console:
             self.bar.update()
 
     def report(self, step: int, values: Mapping[str, float]) -> None:
-        """The figures of a logged step: a line, on a terminal only of an evaluation, with the bar below it."""
+        """The figures of a logged step: a line; on a terminal on the bar, and the losses of an evaluation above it."""
         if not self.active:
             return
         shown = [(name, values[tag], form) for tag, name, form in REPORTED if tag in values]
@@ -36,6 +36,7 @@ class Console:
             self.bar.set_postfix({name: form.format(value) for name, value, form in shown if name in ON_THE_BAR})
             if "loss/val" not in values:
                 return
+            shown = [figure for figure in shown if figure[0] in ABOVE_THE_BAR]
         figures = [f"{name} {form.format(value)}" for name, value, form in shown]
         self.note("  ".join([f"step {step:>6}/{self.total}", *self._time_left(step), *figures]))
 
@@ -73,7 +74,7 @@ REPORTED = (
     ("experts/no_op_share", "no-op", "{:.3f}"),
     ("depth/kept_fraction", "kept", "{:.3f}"),
 )
-ON_THE_BAR = ("loss", "tok/s")
+ON_THE_BAR, ABOVE_THE_BAR = ("loss", "tok/s"), ("loss", "val", "causal")
 
 
 def table(rows: Sequence[tuple[str, str]]) -> str:

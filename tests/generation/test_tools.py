@@ -11,7 +11,9 @@ import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
@@ -23,6 +25,7 @@ from mode.generation.page import colour, ink
 from mode.generation.show import to_html, to_terminal, token_routes
 from mode.generation.text import TextStream
 from mode.model.transformer import ModeTransformer
+from mode.training.closing import sample
 from mode.training.load import load_with_text
 from tests import launch
 from tests.helpers import make_config, spread_weights
@@ -296,7 +299,7 @@ class Page(HTMLParser):
             self.spans[-1][2] += data
 
 
-def test_routes_are_shown_in_the_terminal_and_as_a_page_of_its_own(world, capsys, tmp_path):
+def test_routes_are_shown_in_the_terminal_and_as_a_page_of_its_own(world, capsys, tmp_path, monkeypatch):
     page = tmp_path / "routes.html"
     arguments = [
         str(world / "out"),
@@ -308,16 +311,56 @@ def test_routes_are_shown_in_the_terminal_and_as_a_page_of_its_own(world, capsys
         "--html",
         str(page),
     ]
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     assert generate.main(arguments) == 0
     shown = capsys.readouterr().out
     assert "\x1b[48;2;" in shown and "background: processed by" in shown and "underlined:" in shown
-    parsed = Page(page.read_text(encoding="utf-8"))
+    text = page.read_text(encoding="utf-8")
+    assert "<title>out</title>" in text and str(world) not in text, "the model's name, not where it is"
+    parsed = Page(text)
     assert "".join(text for _, _, text in parsed.spans).replace("\u21b5", "").startswith("12 <b>&")
     assert parsed.links == [], "it needs no other file"
     assert sum("new" in classes.split() for classes, _, _ in parsed.spans) <= 8
     assert all(
         re.match(r"processed by [12] of 2 blocks: 0(, 1)?; \d of \d choices", title) for _, title, _ in parsed.spans
     )
+
+
+def test_routes_have_no_colour_codes_where_the_output_is_no_terminal_or_the_user_wants_none(world, capsys, monkeypatch):
+    arguments = [str(world / "out"), "12 <b>", "--max_new_tokens", "8", "--go_on", "--show_routing"]
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    capsys.readouterr()
+    assert generate.main(arguments) == 0
+    piped = capsys.readouterr().out
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert generate.main(arguments) == 0
+    assert capsys.readouterr().out == piped and "\x1b" not in piped
+    assert piped.startswith("12 <b>")
+    tokens = re.findall(r"^  '.*'  +processed by [12] of 2 blocks: 0(?:, 1)?; \d of \d choices", piped, re.MULTILINE)
+    assert len(tokens) > 6, "the numbers of every token instead"
+
+
+def test_text_is_printed_without_control_characters_and_json_has_it_as_it_is(world, capsys):
+    wild, tame = "a\x1b[31m\x9b\r\x00\x7f\tb\n\u00a0", "a\ufffd[31m\ufffd\ufffd\ufffd\ufffd\tb\n\u00a0"
+    few = ["--max_new_tokens", "0"]
+    capsys.readouterr()
+    for prompts, shown in (([wild], f"{tame}\n"), ([wild, "b"], f"--- 1 of 2\n{tame}\n--- 2 of 2\nb\n")):
+        assert generate.main([str(world / "out"), *prompts, *few]) == 0
+        assert capsys.readouterr().out == shown
+    assert json_of(capsys, str(world / "out"), wild, *few)[0]["prompt"] == wild
+    config = make_config(model={"vocab_size": 257})
+    data = SimpleNamespace(validation=SimpleNamespace(rows=np.full((1, 16), 27)), tokenizer=byte_tokenizer())
+    run = SimpleNamespace(mode=config, engine=SimpleNamespace(zero_stage=1))
+    text = sample(ModeTransformer(config), run, data, torch.device("cpu"))  # of a run's end
+    assert text.startswith("\ufffd" * 8) and "\x1b" not in text
+
+
+def test_an_export_is_called_by_the_name_of_its_run(world, capsys, tmp_path):
+    assert export.main([str(world / "run"), str(tmp_path / "out")]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"^  model +run$", shown, re.MULTILINE) and "A tiny model for tests" not in shown
 
 
 def test_the_colours_follow_the_records():

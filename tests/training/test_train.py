@@ -158,6 +158,7 @@ def test_the_closing_lines_tell_losses_compute_a_sample_and_what_to_do_next(fini
     assert float(causal.group(1)) == pytest.approx(last["loss/val_causal"], abs=1e-4)
     lines = [line for line in output.splitlines() if line.startswith("step ")]
     assert len(lines) == 12 and all("tok/s" in line and "no-op" in line and "kept" in line for line in lines)
+    assert "ETA" not in lines[0] and all(re.search(r"/12  ETA \d\d:\d\d  loss", line) for line in lines[1:])
 
 
 def test_dry_run_prints_the_resolved_config_and_the_plan_and_writes_nothing(tiny, tmp_path):
@@ -289,4 +290,5 @@ def test_the_deepspeed_launcher_trains_on_two_ranks_and_a_signal_to_it_leaves_a_
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 0, output
     assert f"at step {step}" in output
+    assert "FutureWarning" not in output, "DeepSpeed's calls are not for users to mend"
     assert launch.metrics(run_dir)[-1]["step"] == step + 2

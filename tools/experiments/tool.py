@@ -7,12 +7,12 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from mode.tooling import positive_integer, whole_number
+from mode.tooling import positive_integer, positive_number, whole_number
 
 if TYPE_CHECKING:
     from comparing.tables import Table
@@ -51,6 +51,13 @@ def add_shared_options(parser: argparse.ArgumentParser, picture: str) -> None:
     )
     parser.add_argument("--output", required=True, metavar="DIR", help="where the run directories go, or are")
     parser.add_argument("--plan", "--dry_run", action="store_true", help="print the members and what they cost; exit")
+    parser.add_argument(
+        "--flops_per_second",
+        type=positive_number,
+        metavar="N",
+        help="what one member trains with, for the times of --plan (default: as members in --output have logged, or "
+        "else measured by some steps on this machine)",
+    )
     parser.add_argument("--report", action="store_true", help="train nothing, report on what is there")
     parser.add_argument(
         "--command",
@@ -98,7 +105,7 @@ def conduct(
         warnings = [*missed_budgets(members, options.world_size), *unequal_flops(members)]
         outcomes, interrupted = _outcomes(options, members, warnings)
         if options.plan:
-            _print_plan(outcomes, options.json)
+            _print_plan(outcomes, options)
             return 0
         results = gather(outcomes, warnings)
         found = report(results, options)
@@ -153,13 +160,21 @@ def _outcomes(
     return runner.run(members), runner.interrupted
 
 
-def _print_plan(outcomes: Sequence[Outcome], as_json: bool) -> None:
+def _print_plan(outcomes: Sequence[Outcome], options: argparse.Namespace) -> None:
     from experiments.results import plan_table
+    from experiments.speed import find_speed
 
-    if as_json:
-        print(json.dumps({"members": [{**item.member.to_dict(), "state": item.state} for item in outcomes]}, indent=2))
+    here = options.command is None and options.world_size == 1
+    speed = find_speed(outcomes, options.flops_per_second, here, options.jobs)
+    if not options.json:
+        print(plan_table(outcomes, speed, options.jobs).text())
         return
-    print(plan_table(outcomes).text())
+    members = [
+        {**item.member.to_dict(), "state": item.state, "seconds": speed.seconds(item), "estimated": not item.finished}
+        for item in outcomes
+    ]
+    left = speed.seconds_left(outcomes, options.jobs)
+    print(json.dumps({**asdict(speed), "seconds_left": left, "members": members}, indent=2))
 
 
 def _draw(
