@@ -66,7 +66,7 @@ def _legend(draw: ImageDraw.ImageDraw, font: ImageFont.FreeTypeFont | ImageFont.
         entries.insert(0, (0.0, "skipped the block"))
     x = LEFT
     for level, words in entries:
-        red, green, blue = (int(part) for part in _shade(np.float32(level)[None])[0])
+        red, green, blue = (int(part) for part in _shade(np.array([level], dtype=np.float32))[0])
         draw.rectangle((x, 10, x + FONT_SIZE, 10 + FONT_SIZE), fill=(red, green, blue), outline=INK)
         draw.text((x + FONT_SIZE + 6, 10 + FONT_SIZE // 2), words, fill=INK, font=font, anchor="lm")
         x += FONT_SIZE + 26 + round(draw.textlength(words, font=font))
