@@ -97,7 +97,7 @@ def _check_same_text(smaller: PackedData, larger: PackedData) -> None:
     from mode.section import ConfigError
 
     if not smaller.tokenizer.same_as(larger.tokenizer) or not np.array_equal(
-        smaller.validation.rows, larger.validation.rows
+        smaller.validation.rows[:], larger.validation.rows[:]
     ):
         raise ConfigError(
             "mode.data",
