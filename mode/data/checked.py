@@ -40,7 +40,7 @@ class CheckedRows:
         num_rows = len(tokens) // length
         self.path, self.shape = path, (num_rows, length)
         self._rows = tokens[: num_rows * length].reshape(num_rows, length)
-        self._bytes = tokens.view(np.uint8)
+        self._bytes = tokens.view(np.uint8).data
         self._row_bytes = length * dtype.itemsize
         self._checksums, self._unchecked = checksums, np.ones(len(checksums), dtype=bool)
 

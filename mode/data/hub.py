@@ -11,8 +11,7 @@ def go_offline_if_unreachable() -> None:
     Left alone they retry every file for half a minute. Offline they use their own cache, or fail at once.
     """
     import datasets
-    from huggingface_hub import constants
-    from huggingface_hub.utils import get_session
+    from huggingface_hub import constants, get_session
 
     if constants.HF_HUB_OFFLINE:
         return

@@ -33,10 +33,10 @@ from filelock import FileLock, Timeout
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from mode.config import DataConfig, ModeConfig
+from mode.config import DataConfig, FilesConfig, ModeConfig
 from mode.data.checked import META, CheckedRows, Rows, Tokens, block_checksums
 from mode.data.errors import DamagedCache, DataError
-from mode.data.sources import Source, open_source
+from mode.data.sources import LocalFiles, Source, find_files, open_source
 from mode.data.tokenizer import (
     NUM_BYTE_TOKENS,
     Tokenizer,
@@ -250,20 +250,42 @@ def token_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger[Any]]:
     return np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
 
 
+def pack_files(files: FilesConfig, tokenizer: Tokenizer, sequence_length: int) -> Split:
+    """All text of some files as rows in memory: for a trained model, which has its tokenizer already."""
+    source = LocalFiles(find_files(files), files.text_column)
+    parts, num_bytes = [], 0
+    for text, ids in _encode(source.documents(), tokenizer):
+        parts.append(ids)
+        num_bytes += len(text.encode("utf-8"))
+    num_tokens = sum(map(len, parts))
+    num_rows = num_tokens // sequence_length
+    if num_rows == 0:
+        raise DataError(
+            f"{source.name}: holds {num_tokens} tokens, but one sequence of the model needs {sequence_length}; add text"
+        )
+    rows = np.concatenate(parts)[: num_rows * sequence_length].reshape(num_rows, sequence_length)
+    return Split(rows, SplitCounts(len(parts), num_tokens, num_bytes))
+
+
 def _write_tokens(folder: Path, documents: Iterable[str], limit: int, tokenizer: Tokenizer) -> dict[str, SplitCounts]:
-    dtype = token_dtype(tokenizer.vocab_size)
     num_documents, num_tokens, num_bytes = (dict.fromkeys(SPLITS, 0) for _ in range(3))
     with (folder / "train.bin").open("wb") as train, (folder / "validation.bin").open("wb") as validation:
         files = {"train": train, "validation": validation}
-        for texts in _batches(documents, BATCH_CHARACTERS):
-            for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
-                split = "validation" if content_hash(text) <= limit else "train"
-                ids.append(tokenizer.end_of_text)
-                files[split].write(np.array(ids, dtype=dtype).tobytes())
-                num_documents[split] += 1
-                num_tokens[split] += len(ids)
-                num_bytes[split] += len(text.encode("utf-8"))
+        for text, ids in _encode(documents, tokenizer):
+            split = "validation" if content_hash(text) <= limit else "train"
+            files[split].write(ids.tobytes())
+            num_documents[split] += 1
+            num_tokens[split] += len(ids)
+            num_bytes[split] += len(text.encode("utf-8"))
     return {split: SplitCounts(num_documents[split], num_tokens[split], num_bytes[split]) for split in SPLITS}
+
+
+def _encode(documents: Iterable[str], tokenizer: Tokenizer) -> Iterator[tuple[str, Tokens]]:
+    """Every document and its tokens, the end-of-text token included."""
+    dtype = token_dtype(tokenizer.vocab_size)
+    for texts in _batches(documents, BATCH_CHARACTERS):
+        for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
+            yield text, np.array([*ids, tokenizer.end_of_text], dtype=dtype)
 
 
 def _batches(texts: Iterable[str], characters: int) -> Iterator[list[str]]:

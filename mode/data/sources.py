@@ -182,7 +182,7 @@ class HubDataset:
                 f"{self.name}: cannot be reached ({_first_line(error)}); it needs network, or a copy in Hugging "
                 'Face\'s cache; "python_stdlib" and "files" work without'
             ) from error
-        except (ValueError, RuntimeError, OSError) as error:
+        except Exception as error:  # of datasets, pyarrow, the file system, the HTTP client: each its own
             raise DataError(f"{self.name}: cannot be loaded: {_first_line(error)}") from error
         _check_column(self.name, self.config.text_column, table.column_names)
         for row, record in enumerate(table.select_columns([self.config.text_column])):
