@@ -112,9 +112,9 @@ def make_report(arguments: argparse.Namespace) -> dict[str, Any]:
     from mode.data import spread_rows, validation_batches
     from mode.training.load import load_with_text
 
-    device = torch.device(choose_device(arguments.device))
-    loaded, data = load_with_text(Path(arguments.model), arguments.step, device=str(device))
-    config = loaded.model.config
+    chosen = choose_device(arguments.device)
+    loaded, data = load_with_text(Path(arguments.model), arguments.step, device=chosen)
+    config, device = loaded.model.config, torch.device(chosen)
     passes = passes_of(config, arguments.causal, loaded.source)
     rows = spread_rows(data.validation.rows, arguments.sequences or config.train.eval_sequences)
     end_of_text = data.tokenizer.end_of_text if config.data.document_masking else None

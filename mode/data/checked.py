@@ -55,14 +55,14 @@ class CheckedRows:
         if isinstance(index, slice):
             start, stop, step = index.indices(len(self))
             assert step == 1
-            ranges = [(start, stop)] if start < stop else []
+            blocks = np.arange(start * self._row_bytes // BLOCK, -(-stop * self._row_bytes // BLOCK))
         else:
-            ranges = [(row, row + 1) for row in index.tolist()]
+            assert (index >= 0).all()
+            first, last = index * self._row_bytes // BLOCK, ((index + 1) * self._row_bytes - 1) // BLOCK
+            most = self._row_bytes // BLOCK + 2  # blocks that a row can lie in
+            blocks = np.minimum(first[:, None] + np.arange(most), last[:, None])
         try:
-            for start, stop in ranges:
-                assert 0 <= start < stop <= len(self)
-                first, last = start * self._row_bytes // BLOCK, (stop * self._row_bytes - 1) // BLOCK
-                self._check(first + np.flatnonzero(self._unchecked[first : last + 1]))
+            self._check(np.unique(blocks[self._unchecked[blocks]]).tolist())
         except DamagedCache as damage:
             raise self._give_up(damage) from None
         return self._rows[index]
