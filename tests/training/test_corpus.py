@@ -31,7 +31,7 @@ def test_damage_found_while_training_stops_the_run_and_starting_again_mends_it(t
     assert f"error: rank 0: {tokens}: the block at byte" in job.output()
     assert "start again: the data cache is then built again from its source" in job.output()
 
-    job = launch.run(arguments, tmp_path / "c", before=before)
+    job = launch.run([*arguments, "--set", "mode.train.stop_after=4"], tmp_path / "c", before=before)
     assert "building the data cache again from" in job.output() and "at step 3" in job.output()
     assert tokens.read_bytes() == content
 
