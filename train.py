@@ -66,7 +66,7 @@ def main(command_line: list[str] | None = None) -> int:
     except ConfigError as error:
         return fail(str(error.in_file(arguments.deepspeed_config)), 2)
 
-    from mode.data import DataError, prepare_data
+    from mode.data import DamagedCache, DataError, prepare_data
     from mode.training import stops
     from mode.training.console import plan_table
     from mode.training.engine import engine_settings, start_process_group
@@ -88,6 +88,8 @@ def main(command_line: list[str] | None = None) -> int:
         with Watchdog(limit, rank) as watchdog:
             start_process_group(watchdog)
             summary = Trainer(run, data, run_dir, arguments.resume, watchdog).train()
+    except DamagedCache as error:  # found by the rank that read it, in the middle of the run
+        return fail(f"rank {rank}: {error}", stops.EXIT_SAVE_FAILED, every_rank=True)
     except (ConfigError, DataError) as error:
         return fail(str(error), stops.EXIT_BAD_INPUT)
     except stops.NotFinite as error:

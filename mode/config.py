@@ -227,7 +227,7 @@ class DepthConfig(Section):
 
 @dataclass(frozen=True)
 class FilesConfig(Section):
-    """Local text: txt, jsonl, json, csv or parquet files, named by paths or globs."""
+    """Local text: txt, md, jsonl, json, csv or parquet files, also as gz, named by paths, folders or globs."""
 
     paths: tuple[str, ...] = texts()
     text_column: str = text("text")

@@ -147,13 +147,14 @@ def text(default: Any = dataclasses.MISSING, *, null: bool = False) -> Any:
 
 def texts(default: Any = dataclasses.MISSING) -> Any:
     def accept(value: Any) -> tuple[str, ...]:
-        if isinstance(value, str) or not isinstance(value, list | tuple) or not value:
+        value = (value,) if isinstance(value, str) else value
+        if not isinstance(value, list | tuple) or not value:
             raise _Illegal
         if not all(isinstance(item, str) and item.strip() for item in value):
             raise _Illegal
         return tuple(value)
 
-    return _field(Rule("a non-empty list of strings", accept), default)
+    return _field(Rule("a non-empty string, or a non-empty list of them", accept), default)
 
 
 def flag(default: Any = dataclasses.MISSING) -> Any:

@@ -1,4 +1,4 @@
-"""What command-line tools share: numbers as arguments, and the end: figures as text or JSON, or one line of error."""
+"""What command-line tools share: arguments, and the end: figures as text or JSON, or one line of error."""
 
 from __future__ import annotations
 
@@ -30,6 +30,19 @@ def positive_number(text: str) -> float:
     if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"is {text!r}; it must be a number above 0")
     return value
+
+
+def add_device(parser: argparse.ArgumentParser) -> None:
+    """The option --device; `choose_device` says which one is meant where it is not given."""
+    parser.add_argument(
+        "--device", help="what runs the model, such as cpu (default: cuda where there is one, else cpu)"
+    )
+
+
+def choose_device(given: str | None) -> str:
+    import torch
+
+    return given or ("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def print_figures(make: Callable[[], dict[str, Any]], render: Callable[[dict[str, Any]], str], as_json: bool) -> int:

@@ -141,7 +141,7 @@ WRONG = [
     ("mode.depth.enabled", False, "mode.depth.enabled", ["unknown key"]),
     ("mode.data.files", None, "mode.data.files", ["must be set when source"]),
     ("mode.data.files.paths", [], "mode.data.files.paths", ["non-empty list"]),
-    ("mode.data.files.paths", "a.txt", "mode.data.files.paths", ["list of strings"]),
+    ("mode.data.files.paths", " ", "mode.data.files.paths", ["a non-empty string, or a non-empty list of them"]),
     ("mode.data.tokenizer", "pretrained", "mode.data.pretrained", ["must name a tokenizer"]),
     ("mode.train.tokens", 5, "mode.train.steps", ["exactly one", "steps and tokens"]),
     ("mode.train.steps", None, "mode.train.steps", ["exactly one", "none given"]),

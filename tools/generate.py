@@ -21,6 +21,8 @@ import time
 from pathlib import Path
 from typing import Any, TextIO
 
+from mode.tooling import add_device, choose_device
+
 INTERRUPTED = 130  # as shells report a process that Ctrl-C ended
 
 
@@ -69,7 +71,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         "where the output is no terminal or NO_COLOR is set, as a line per token",
     )
     parser.add_argument("--html", metavar="FILE", help="write the text in these colours as an HTML page")
-    parser.add_argument("--device", default="cpu", help="what the model runs on, such as cuda (default: cpu)")
+    add_device(parser)
     parser.add_argument("--dtype", choices=("fp32", "bf16"), help="of the weights (default: as they are stored)")
     parser.add_argument("--json", action="store_true", help="print texts, tokens and figures as JSON, at the end")
     return parser.parse_args(arguments)
@@ -115,7 +117,8 @@ class Session:
         self.arguments = arguments
         self.sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.repetition_penalty)
         dtype = None if arguments.dtype is None else DTYPES[arguments.dtype]
-        loaded = load_model(Path(arguments.model), arguments.step, device=arguments.device, dtype=dtype)
+        self.device = choose_device(arguments.device)
+        loaded = load_model(Path(arguments.model), arguments.step, device=self.device, dtype=dtype)
         self.model, self.tokenizer, self.name = loaded.model, loaded.tokenizer, loaded.name
         self.causal = arguments.routing or True
 
@@ -139,7 +142,7 @@ class Session:
         rows = [[self.tokenizer.end_of_text] * (longest - len(ids)) + ids for ids in prompts]
         tokens = stream(
             self.model,
-            torch.tensor(rows, device=arguments.device),
+            torch.tensor(rows, device=self.device),
             num_new,
             self.sampling,
             use_cache=not arguments.no_cache,

@@ -20,6 +20,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from mode.config import DataConfig
 from mode.data.errors import DataError
+from mode.data.hub import go_offline_if_unreachable
 
 END_OF_TEXT = "<|endoftext|>"
 NUM_BYTE_TOKENS = 257  # every byte, and end-of-text: the smallest vocabulary that can spell any text
@@ -112,6 +113,7 @@ def pretrained_tokenizer(name: str) -> Tokenizer:
         return Tokenizer.load(path)
     from huggingface_hub import hf_hub_download
 
+    go_offline_if_unreachable()
     try:
         file = hf_hub_download(name, "tokenizer.json")
     except Exception as error:  # its own errors, the HTTP client's, and ValueError for what cannot be a hub name

@@ -30,7 +30,7 @@ def closing_table(
 ) -> str:
     config, validation, loss = model.config, data.validation, losses["loss/val"]
     rows = spread_rows(validation.rows, config.train.eval_sequences)
-    bigram = bigram_loss(data.train.rows.reshape(-1), rows, config.model.vocab_size)
+    bigram = bigram_loss(data.train.rows[:].reshape(-1), rows, config.model.vocab_size)
     train = _last_value(metrics, "loss/train")
     causal = []
     if config.depth is not None:
@@ -63,7 +63,7 @@ def sample(model: ModeTransformer, run: RunConfig, data: PackedData, device: tor
     config = run.mode
     length = config.model.sequence_length
     num_prompt = min(SAMPLE_PROMPT_TOKENS, length // 2)
-    prompt = torch.from_numpy(data.validation.rows[:1, :num_prompt].astype("int64")).to(device)
+    prompt = torch.from_numpy(data.validation.rows[:1][:, :num_prompt].astype("int64")).to(device)
     ep_size = config.experts.ep_size if config.experts is not None else 1
     with uncompiled(config.train.compile):
         ids = model.generate(

@@ -37,7 +37,7 @@ from mode.training.metrics import counted_flops, decision_image, routing_figures
 from mode.training.opening import description, lock_directory, start_from, write_settings
 from mode.training.recorder import Recorder
 from mode.training.same_run import check_same_run, flat, identity
-from mode.training.shared import check_shared
+from mode.training.shared import check_same_corpus, check_shared
 from mode.training.step import optimizer_step
 from mode.training.stops import NotFinite, StepGuard, StopSignal, Verdict, describe_not_finite
 from mode.training.watchdog import Watchdog
@@ -72,6 +72,7 @@ class Trainer:
         self.watchdog.progress("the start, looking for a checkpoint", START_PATIENCE)
         self.lock = lock_directory(run_dir)
         check_shared(run_dir)
+        check_same_corpus(data.digest, data.folder)
         checkpoints.discard_leftovers(run_dir / "checkpoints")
         found = checkpoints.find_checkpoint(resume, run_dir / "checkpoints")
         if found is not None:

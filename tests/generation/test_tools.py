@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import math
 import os
 import re
 import shutil
@@ -25,11 +27,13 @@ from mode.generation.page import colour, ink
 from mode.generation.show import to_html, to_terminal, token_routes
 from mode.generation.text import TextStream
 from mode.model.transformer import ModeTransformer
+from mode.tooling import choose_device
 from mode.training.closing import sample
-from mode.training.load import load_with_text
+from mode.training.load import load_model, load_with_text
 from tests import launch
 from tests.helpers import make_config, spread_weights
-from tools import evaluate, export, generate
+from tests.routing_tool.models import routing
+from tools import evaluate, export, gain, generate
 
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(launch.ROOT), "OMP_NUM_THREADS": "1"}
 
@@ -239,6 +243,50 @@ def test_the_loss_on_the_training_text_stands_beside_the_held_out_one(world, cap
     assert evaluate.main([str(world / "out"), "--sequences", "3"]) == 0
     difference = figures["loss"]["predictor"] - figures["training_loss"]
     assert f"{figures['training_loss']:.4f}  (held out: {difference:+.4f})" in capsys.readouterr().out
+
+
+def test_other_text_is_evaluated_by_the_model_s_own_tokenizer_and_without_its_corpus(world, capsys, tmp_path):
+    copy = shutil.copytree(world / "out", tmp_path / "copy")
+    about = json.loads((copy / "config.json").read_text())
+    about["mode"]["data"]["files"]["paths"] = [str(tmp_path / "gone")]
+    (copy / "config.json").write_text(json.dumps(about))
+    texts = ["12 tokens of text number 7, seen elsewhere\n" * 2, "a second document " * 3]
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.md").write_text(texts[0])
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(json.dumps({"body": texts[1]}).encode()))
+    named = [str(tmp_path / "texts"), str(tmp_path / "b.jsonl.gz")]
+    assert evaluate.main([str(copy), "--json", "--text", *named, "--text_column", "body"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+
+    loaded = load_model(copy)
+    ids = [id for text in texts for id in [*text.encode(), loaded.tokenizer.end_of_text]]
+    rows = torch.tensor(ids[: len(ids) // 32 * 32]).view(-1, 32)
+    with torch.no_grad():
+        logits = loaded.model.eval()(rows, causal="predictor").logits
+    expected = F.cross_entropy(logits[:, :-1].flatten(0, 1), rows[:, 1:].flatten()).item()
+    assert figures["loss"]["predictor"] == pytest.approx(expected, rel=1e-5)
+    bytes_per_token = sum(map(len, texts)) / len(ids)
+    assert figures["bits_per_byte"]["predictor"] == pytest.approx(expected / math.log(2) / bytes_per_token, rel=1e-5)
+    assert (figures["sequences"], figures["text"], figures["training_loss"]) == (len(rows), named, None)
+    assert evaluate.main([str(copy), "--text", *named, "--text_column", "body"]) == 0
+    shown = capsys.readouterr().out
+    assert f"{len(rows)} sequences of {named[0]} and 1 more, of 32 tokens" in shown and "training text" not in shown
+    assert 'gone: no file matches this entry of "files.paths"' in fails(capsys, evaluate, str(copy))
+    assert "--text_column: is for the tables of --text" in fails(capsys, evaluate, str(copy), "--text_column", "body")
+    (tmp_path / "short.txt").write_text("short")
+    message = fails(capsys, evaluate, str(copy), "--text", str(tmp_path / "short.txt"))
+    assert "short.txt: holds 6 tokens, but one sequence of the model needs 32; add text" in message
+
+
+def test_the_device_is_cuda_where_there_is_one(world, capsys, monkeypatch):
+    out = str(world / "out")
+    assert choose_device(None) == ("cuda" if torch.cuda.is_available() else "cpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert choose_device(None) == "cuda" and choose_device("cpu") == "cpu"
+    if torch.backends.cuda.is_built() and torch.cuda.device_count():
+        return
+    for tool, more in ((evaluate, []), (generate, ["x"]), (gain, [out]), (routing, [])):  # there is none, after all
+        assert '--device: is "cuda", which torch refuses' in fails(capsys, tool, out, *more)
 
 
 def test_a_model_with_a_capacity_is_evaluated_with_training_s_dropping_too(world, capsys, tmp_path):
