@@ -42,7 +42,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         action="append",
         default=[],
         metavar="PATH=VALUE",
-        help="override any value of the JSON by its dotted path, for example --set mode.train.stop_after=20; repeatable",
+        help="override any value of the JSON by its dotted path, such as --set mode.train.stop_after=20; repeatable",
     )
     parser.add_argument(
         "--extend",

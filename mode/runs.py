@@ -36,6 +36,9 @@ from mode.section import ConfigError, show
 
 AXES = ("steps", "tokens", "flops", "seconds")
 TOP_K, CAUSAL = "loss/val", "loss/val_causal"
+COUNTED = (
+    "loss/counted"  # a copy of the one of the two that counts, so that TensorBoard can lay all runs over each other
+)
 
 # What may differ between runs of one variant: seeds, names and directories, and what a run keeps of itself.
 NOT_THE_VARIANT = re.compile(
@@ -181,7 +184,7 @@ def read_run(directory: str | Path) -> Run:
     if rows_missing:
         notes.append("rows are left out between the logged steps: training time is estimated from the median step")
     extensions = _extensions(folder)
-    notes += [_describe_extension(extension) for extension in extensions]
+    notes += [describe_extension(extension) for extension in extensions]
     return Run(
         directory=folder,
         settings=settings,
@@ -286,7 +289,8 @@ def _extensions(folder: Path) -> list[dict[str, Any]]:
         raise RunError(folder, f"{EXTENSIONS} cannot be read; resume the run, which writes it anew") from None
 
 
-def _describe_extension(extension: dict[str, Any]) -> str:
+def describe_extension(extension: dict[str, Any]) -> str:
+    """One entry of `Run.extensions` in words."""
     changes = (f"{path} from {show(then)} to {show(now)}" for path, (then, now) in extension["changes"].items())
     return f"extended at step {extension['step']}, its schedules planned anew: {', '.join(changes)}"
 

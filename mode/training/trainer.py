@@ -25,6 +25,7 @@ from mode.data import Batch, PackedData, TrainLoader
 from mode.model.transformer import ModeTransformer
 from mode.native.library import why_not
 from mode.routing import BlockRouting
+from mode.runs import describe_extension
 from mode.training import checkpoint as checkpoints
 from mode.training.clock import Clock
 from mode.training.closing import closing_table, commands, sample
@@ -113,6 +114,8 @@ class Trainer:
         self.recorder = Recorder(run_dir, run.deepspeed, self.rank, self.position["step"])
         self.console = Console(self.position["step"], self.num_steps, active=self.rank == 0)
         self._describe(found)
+        if changes:
+            self.console.note(f"  {describe_extension(self.extensions[-1])}\n")
         distributed.barrier()  # the first step has a shorter limit than the start of the slowest rank
 
     @property
