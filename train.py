@@ -42,7 +42,13 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         action="append",
         default=[],
         metavar="PATH=VALUE",
-        help="override any value of the JSON by its dotted path, for example --set mode.train.steps=20; repeatable",
+        help="override any value of the JSON by its dotted path, such as --set mode.train.stop_after=20; repeatable",
+    )
+    parser.add_argument(
+        "--extend",
+        action="store_true",
+        help="go on with a run whose length, optimizer settings or schedule are no longer those it was saved with: "
+        "schedules are planned anew, and the run keeps a record of it",
     )
     parser.add_argument(
         "--dry_run", action="store_true", help="print the resolved config, the plan and the layout; exit"
@@ -87,7 +93,7 @@ def main(command_line: list[str] | None = None) -> int:
         limit = run.mode.train.watchdog_seconds if world_size > 1 else None  # alone, a rank waits for nobody
         with Watchdog(limit, rank) as watchdog:
             start_process_group(watchdog)
-            summary = Trainer(run, data, run_dir, arguments.resume, watchdog).train()
+            summary = Trainer(run, data, run_dir, arguments.resume, watchdog, arguments.extend).train()
     except DamagedCache as error:  # found by the rank that read it, in the middle of the run
         return fail(f"rank {rank}: {error}", stops.EXIT_SAVE_FAILED, every_rank=True)
     except (ConfigError, DataError) as error:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from mode.data import Batch, PackedData, TrainLoader
 from mode.model.transformer import ModeTransformer
 from mode.native.library import why_not
 from mode.routing import BlockRouting
+from mode.runs import describe_extension
 from mode.training import checkpoint as checkpoints
 from mode.training.clock import Clock
 from mode.training.closing import closing_table, commands, sample
@@ -35,8 +37,8 @@ from mode.training.evaluate import Evaluation, evaluate
 from mode.training.inputs import Inputs
 from mode.training.metrics import counted_flops, decision_image, routing_figures, routing_histograms
 from mode.training.opening import description, lock_directory, start_from, write_settings
-from mode.training.recorder import Recorder
-from mode.training.same_run import check_same_run, flat, identity
+from mode.training.recorder import Recorder, check_monitors
+from mode.training.same_run import check_plan, check_same_run, extensions_of, flat, identity, plan, replanned
 from mode.training.shared import check_same_corpus, check_shared
 from mode.training.step import optimizer_step
 from mode.training.stops import NotFinite, StepGuard, StopSignal, Verdict, describe_not_finite
@@ -56,7 +58,16 @@ class Summary:
 class Trainer:
     """Everything of one run on this rank."""
 
-    def __init__(self, run: RunConfig, data: PackedData, run_dir: Path, resume: str, watchdog: Watchdog) -> None:
+    def __init__(
+        self,
+        run: RunConfig,
+        data: PackedData,
+        run_dir: Path,
+        resume: str,
+        watchdog: Watchdog,
+        extend: bool = False,
+    ) -> None:
+        """`extend` lets a run that exists go on by another plan: length, optimizer settings, schedule."""
         self.run, self.data, self.run_dir, self.watchdog = run, data, run_dir, watchdog
         self.config = run.mode
         self.rank, self.world_size = distributed.get_rank(), distributed.get_world_size()
@@ -68,15 +79,20 @@ class Trainer:
         self.loader = TrainLoader(
             data.train.rows, global_batch_size=self.global_rows, seed=self.config.seed, end_of_text=self.end_of_text
         )
-        self.identity = identity(run, data, self.global_rows)
+        self.identity, self.plan = identity(run, data, self.global_rows), plan(run, self.num_steps)
+        check_monitors(run.deepspeed)
         self.watchdog.progress("the start, looking for a checkpoint", START_PATIENCE)
         self.lock = lock_directory(run_dir)
         check_shared(run_dir)
         check_same_corpus(data.digest, data.folder)
         checkpoints.discard_leftovers(run_dir / "checkpoints")
         found = checkpoints.find_checkpoint(resume, run_dir / "checkpoints")
+        self.extensions: list[dict[str, Any]] = []
+        changes: dict[str, Any] = {}
         if found is not None:
             check_same_run(found, self.identity)
+            changes = check_plan(found, self.plan, extend)
+            self.extensions = extensions_of(found, changes)
         self.watchdog.progress("the start, building the engine", START_PATIENCE)
         self.backend = agreed_backend(run)
         if device().type == "cpu":
@@ -92,12 +108,15 @@ class Trainer:
         self.position = {"step": 0, "tokens": 0, "flops": 0}
         self.val_losses: dict[str, float] | None = None  # the last ones evaluated
         if found is not None:
-            self._restore(found, saved_layout)
+            with replanned(self.engine, found, changes):
+                self._restore(found, saved_layout)
         checkpoints.discard_after(run_dir / "checkpoints", self.position["step"])
         self.guard = StepGuard(self.model, self.device, watch_gradients=run.engine.precision != "fp16")
         self.recorder = Recorder(run_dir, run.deepspeed, self.rank, self.position["step"])
         self.console = Console(self.position["step"], self.num_steps, active=self.rank == 0)
         self._describe(found)
+        if changes:
+            self.console.note(f"  {describe_extension(self.extensions[-1])}\n")
         distributed.barrier()  # the first step has a shorter limit than the start of the slowest rank
 
     @property
@@ -123,6 +142,7 @@ class Trainer:
             if values:
                 self.recorder.write(self.position, values)
                 self.console.report(step, values)
+                self._refuse_bad_validation(values)
             if step % train.save_every == 0 or ends:
                 self._save()
             if interrupted:
@@ -188,11 +208,22 @@ class Trainer:
         if not verdict.bad_loss_ranks and not verdict.bad_groups:
             return
         what = describe_not_finite(verdict, self.model, inputs)
+        raise NotFinite(
+            f"step {self.position['step'] + 1}: {what}. No weight was changed by this step; {self._what_may_help()}"
+        )
+
+    def _refuse_bad_validation(self, values: dict[str, float]) -> None:
+        """A model whose validation loss is not finite is not saved: its run could not go on from there."""
+        bad = [f"{tag} is {values[tag]}" for tag in ("loss/val", "loss/val_causal") if not isfinite(values.get(tag, 0))]
+        if bad:
+            raise NotFinite(f"step {self.position['step']}: {' and '.join(bad)}; {self._what_may_help()}")
+
+    def _what_may_help(self) -> str:
         kept = checkpoints.complete_checkpoints(self.run_dir / "checkpoints")
         good = f"the last good checkpoint is {kept[-1]}" if kept else "there is no checkpoint yet"
-        raise NotFinite(
-            f"step {self.position['step'] + 1}: {what}. No weight was changed by this step; {good}. "
-            "A lower learning rate, a longer warm-up or a smaller gradient_clipping may help"
+        return (
+            f"{good}. A lower learning rate, a longer warm-up or a smaller gradient_clipping may help: a run that has "
+            "checkpoints takes them with --extend"
         )
 
     # ---- evaluation, saving, logging ----
@@ -212,6 +243,7 @@ class Trainer:
             causal = self._validation_loss(causal=True)
             kept = [shares.kept for shares in causal.depth.values()]
             values |= {"loss/val_causal": causal.loss, "depth/kept_fraction_causal": sum(kept) / len(kept)}
+        values["loss/counted"] = values.get("loss/val_causal", top_k.loss)  # one tag by which all runs can be compared
         return values, top_k.routing
 
     def _validation_loss(self, causal: bool = False) -> Evaluation:
@@ -237,7 +269,13 @@ class Trainer:
                 self.position["step"],
                 state,
                 self.config.train.keep_last,
-                {**self.identity, "config": self.config.to_dict(), "layout": self.layout},
+                {
+                    **self.identity,
+                    "plan": self.plan,
+                    "extensions": self.extensions,
+                    "config": self.config.to_dict(),
+                    "layout": self.layout,
+                },
             )
 
     def _restore(self, found: Path, saved_layout: dict[str, Any]) -> None:
@@ -259,7 +297,7 @@ class Trainer:
 
     def _describe(self, found: Path | None) -> None:
         if self.rank == 0:
-            write_settings(self.run, self.data, self.run_dir)
+            write_settings(self.run, self.data, self.run_dir, self.extensions)
             if found is None:
                 self.recorder.write_hparams(flat(self.config.to_dict()))
         step = self.position["step"]
@@ -276,6 +314,7 @@ class Trainer:
             self.recorder.close()
             return Summary(False, self.position["step"])
         losses = self.val_losses or self._validate()[0]
+        self._refuse_bad_validation(losses)
         self.watchdog.progress("the closing sample")
         text = sample(self.model, self.run, self.data, self.device)
         self.watchdog.close()  # no collective follows, and the closing table may take its time

@@ -9,10 +9,12 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams.metadata import parse_experiment_plugin_data
 
 from mode import accounting
 from mode.config_file import load_config, load_run_config
@@ -109,6 +111,7 @@ def test_tensorboard_holds_losses_routing_histograms_image_text_and_hparams(fini
     tags = board.Tags()
     for tag in (
         *("loss/train", "loss/val", "loss/val_causal", "loss/total", "loss/expert_balance", "loss/expert_z"),
+        *("loss/counted", "loss_by_tokens/counted", "loss_by_flops/counted", "loss_by_time/counted"),
         *("loss/depth_predictor", "depth/kept_fraction_causal"),
         *("optim/lr", "optim/grad_norm", "perf/tokens_per_second"),
         *("depth/kept_fraction", "depth/predictor_accuracy", "depth/router_above_half", "depth/kept_fraction/block_1"),
@@ -129,6 +132,24 @@ def test_tensorboard_holds_losses_routing_histograms_image_text_and_hparams(fini
     assert [event.step for event in board.Scalars("loss_by_flops/val")] == [
         row["flops"] // 10**9 for row in rows if "loss/val" in row
     ]
+
+
+def test_hparams_are_by_the_counted_loss_which_is_the_causal_one_where_depth_routed(finished):
+    run_dir, _ = finished
+    board = EventAccumulator(str(run_dir), size_guidance={"scalars": 0}).Reload()
+    experiment = board.summary_metadata["_hparams_/experiment"].plugin_data.content
+    assert [info.name.tag for info in parse_experiment_plugin_data(experiment).metric_infos] == ["loss/counted"]
+    rows = [row for row in launch.metrics(run_dir) if "loss/counted" in row]
+    assert [row["step"] for row in rows] == [4, 8, 12]
+    assert all(row["loss/counted"] == row["loss/val_causal"] != row["loss/val"] for row in rows)
+    for tag, places in {
+        "loss/counted": [row["step"] for row in rows],
+        "loss_by_tokens/counted": [row["tokens"] for row in rows],
+        "loss_by_flops/counted": [row["flops"] // 10**9 for row in rows],
+    }.items():
+        events = board.Scalars(tag)
+        assert [event.step for event in events] == places
+        assert [event.value for event in events] == pytest.approx([row["loss/counted"] for row in rows], rel=1e-6)
 
 
 def test_the_brief_monitor_has_no_tag_per_block(tiny, tmp_path):
@@ -186,6 +207,10 @@ def test_dry_run_prints_the_resolved_config_and_the_plan_and_writes_nothing(tiny
         (["scheduler=null"], "scheduler: is null; it must be a JSON object"),
         (["tensorboard.job_name=5"], "tensorboard.job_name: is 5"),
         (["mode.experts.ep_size=2"], "mode.experts.ep_size: is 2, which does not divide the 1 ranks"),
+        pytest.param(
+            *(["wandb.enabled=true"], "wandb.enabled: is true, but the package wandb is not installed: pip install"),
+            marks=pytest.mark.skipif(find_spec("wandb") is not None, reason="wandb is installed"),
+        ),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
@@ -210,6 +235,8 @@ def test_equal_flops_budgets_give_runs_of_equal_flops(tiny, tmp_path):
         totals[name] = launch.metrics(tmp_path / name)[-1]
     assert totals["dense"]["flops"] == pytest.approx(budget, rel=0.05)  # to half a step
     assert totals["both"]["step"] > totals["dense"]["step"]
+    assert totals["dense"]["loss/counted"] == totals["dense"]["loss/val"], "all runs have the tag"
+    assert "loss_by_flops/counted" in EventAccumulator(str(tmp_path / "dense")).Reload().Tags()["scalars"]
 
 
 def test_a_tokens_budget_is_a_number_of_steps(tiny, tmp_path):
@@ -255,7 +282,7 @@ def test_help_explains_every_flag():
     output = subprocess.run(
         [sys.executable, "train.py", "--help"], cwd=launch.ROOT, capture_output=True, text=True, check=True
     ).stdout
-    for flag in ("--deepspeed_config", "--output_dir", "--resume", "--set", "--dry_run"):
+    for flag in ("--deepspeed_config", "--output_dir", "--resume", "--set", "--extend", "--dry_run"):
         assert flag in output
 
 
@@ -278,7 +305,8 @@ def launched(tiny: Path, run_dir: Path, *more: str) -> subprocess.Popen[str]:
 
 def test_the_deepspeed_launcher_trains_on_two_ranks_and_a_signal_to_it_leaves_a_resumable_run(tiny, tmp_path):
     run_dir = tmp_path / "run"
-    process = launched(tiny, run_dir, "--set", "mode.train.steps=100000", "--set", "mode.train.save_every=100000")
+    long = ["--set", "mode.train.steps=100000", "--set", "mode.train.save_every=100000"]
+    process = launched(tiny, run_dir, *long)
     deadline = time.monotonic() + 120
     while not (run_dir / "metrics.jsonl").exists() and time.monotonic() < deadline:
         time.sleep(0.2)
@@ -286,7 +314,7 @@ def test_the_deepspeed_launcher_trains_on_two_ranks_and_a_signal_to_it_leaves_a_
     output, _ = process.communicate(timeout=60)
     assert "2 ranks" in output and "the state is saved" in output, output
     step = launch.metrics(run_dir)[-1]["step"]
-    process = launched(tiny, run_dir, "--set", f"mode.train.steps={step + 2}")
+    process = launched(tiny, run_dir, *long, "--set", f"mode.train.stop_after={step + 2}")
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 0, output
     assert f"at step {step}" in output
