@@ -5,8 +5,8 @@
 
 The folder holds model.safetensors, config.json and the tokenizer. ModeTransformer.from_pretrained loads it and
 unpickles nothing; a run starts from it with --set mode.train.init_from=FOLDER. Checkpoints of every ZeRO stage,
-number of ranks and expert-parallel size are read, by one process. The checkpoint itself is a pickle: export only
-what you trust.
+number of ranks and expert-parallel size are read, by one process. The checkpoint itself is a pickle: it is read so
+that no code in it runs.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -16,9 +17,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mode.section import ConfigError
+from mode.training import checkpoint as checkpoints
 from mode.training.consolidate import full_weights
 from tests import launch
-from tools import export
+from tools import export, generate
 
 ROOT = Path(__file__).parent.parent.parent
 IDS = torch.arange(64).view(2, 32) * 5 % 257
@@ -201,6 +203,84 @@ def test_the_tool_takes_the_newest_whole_checkpoint_and_prints_a_table(world, tm
     shutil.rmtree(tmp_path / "run" / "tokenizer")
     assert export.main([str(tmp_path / "run"), str(tmp_path / "c")]) == 2
     assert "name a checkpoint inside its run directory" in capsys.readouterr().err
+
+
+class Planted:
+    """Makes a folder where it is unpickled."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.marker),)
+
+
+def plant(checkpoint: Path, file: Path, marker: Path) -> None:
+    """Adds code to a file of a checkpoint."""
+    save_again(checkpoint, file, {**torch.load(file, weights_only=False), "planted": Planted(marker)})
+
+
+def save_again(checkpoint: Path, file: Path, state: Any) -> None:
+    """Replaces a file of a checkpoint and makes the manifest match."""
+    torch.save(state, file)
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    manifest["files"][file.name] = checkpoints._checksum(file)
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_code_planted_in_a_checkpoint_is_not_run_by_tools(world, tmp_path, monkeypatch, capsys, case):
+    _, folder = world
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+    kinds: dict[str, Path] = {}  # one file of each kind
+    for file in sorted((folder / case.name / "checkpoints" / "step_00000004").glob("*.pt")):
+        kinds[re.sub("[0-9]+", "", file.name)] = file
+    for kind, original in kinds.items():
+        run_dir, marker = tmp_path / kind, tmp_path / "marker"
+        shutil.copytree(folder / case.name, run_dir)
+        checkpoint = run_dir / "checkpoints" / "step_00000004"
+        plant(checkpoint, checkpoint / original.name, marker)
+        code, error = generate.main([str(run_dir), "def", "--max_new_tokens", "1"]), capsys.readouterr().err
+        assert not marker.exists(), kind
+        if "expert" in kind and case.stage > 0:
+            continue  # a universal checkpoint takes them from elsewhere
+        assert code == 2 and "names posix.mkdir" in error and "could run code and was not loaded" in error, error
+        assert error.count("\n") == 1, error
+    assert os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] == "1", "as the user set it"
+
+
+def test_a_checkpoint_cannot_have_files_written_outside_the_folder_of_a_conversion(world, tmp_path, capsys):
+    _, folder = world
+    run_dir = tmp_path / "run"
+    shutil.copytree(folder / CASES[4].name, run_dir)
+    checkpoint = run_dir / "checkpoints" / "step_00000004"
+    for file in checkpoint.glob("*model_states.pt"):
+        state = torch.load(file, weights_only=False)
+        shapes = state["param_shapes"][0]
+        _, shape = shapes.popitem()
+        state["param_shapes"][0] = {**shapes, str(tmp_path / "outside"): shape}
+        save_again(checkpoint, file, state)
+    assert export.main([str(run_dir), str(tmp_path / "out")]) == 2
+    assert "which mode never writes" in capsys.readouterr().err
+    assert not (tmp_path / "outside").exists()
+
+
+@pytest.mark.parametrize("ranks", (2, 1))
+def test_code_planted_in_a_checkpoint_is_not_run_by_a_run_that_resumes_it_as_it_was_or_on_another_layout(
+    world, tmp_path, ranks
+):
+    config, folder = world
+    case = CASES[2]
+    run_dir, marker = tmp_path / "run", tmp_path / "marker"
+    shutil.copytree(folder / case.name, run_dir)
+    checkpoint = run_dir / "checkpoints" / "step_00000004"
+    for file in checkpoint.glob("*optim_states.pt"):
+        plant(checkpoint, file, marker)
+    settings = [f"zero_optimization.stage={case.stage}", "mode.model.tied_head=false", f"mode.experts.ep_size={ranks}"]
+    job = launch.start(arguments(config, run_dir, *settings), tmp_path / "log", ranks)
+    assert job.wait() == [2] * ranks, job.output()
+    assert not marker.exists()
+    assert "names posix.mkdir" in job.output() and "Traceback" not in job.output()
 
 
 def evaluate_at_the_start() -> None:
