@@ -172,6 +172,8 @@ def _checksums(folder: Path, files: list[str]) -> dict[str, list[int]]:
 def _checksum(path: Path) -> list[int]:
     """[size, crc32], or [-1, 0] where the file cannot be read."""
     checksum = size = 0
+    if not path.is_file():  # a device would be read for ever
+        return [-1, 0]
     try:
         with path.open("rb") as file:
             while chunk := file.read(1 << 22):

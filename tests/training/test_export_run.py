@@ -283,6 +283,12 @@ def test_code_planted_in_a_checkpoint_is_not_run_by_a_run_that_resumes_it_as_it_
     assert "names posix.mkdir" in job.output() and "Traceback" not in job.output()
 
 
+def test_a_device_in_place_of_a_file_is_damage_and_is_not_read(tmp_path):
+    (tmp_path / "states.pt").symlink_to("/dev/zero")
+    (tmp_path / "manifest.json").write_text(json.dumps({"step": 1, "run": {}, "files": {"states.pt": [8, 0]}}))
+    assert "states.pt" in str(checkpoints.damage(tmp_path))
+
+
 def evaluate_at_the_start() -> None:
     from mode.training.trainer import Trainer
 
