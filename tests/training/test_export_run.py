@@ -14,10 +14,14 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
+from deepspeed.utils.tensor_fragment import fragment_address
 from safetensors.torch import load_file, save_file
 
 from mode.section import ConfigError
 from mode.training import checkpoint as checkpoints
+from mode.training import unpickling
 from mode.training.consolidate import full_weights
 from tests import launch
 from tools import export, generate
@@ -281,6 +285,26 @@ def test_code_planted_in_a_checkpoint_is_not_run_by_a_run_that_resumes_it_as_it_
     assert job.wait() == [2] * ranks, job.output()
     assert not marker.exists()
     assert "names posix.mkdir" in job.output() and "Traceback" not in job.output()
+
+
+def test_what_deepspeed_saves_beside_tensors_is_loaded_at_any_precision(tmp_path):
+    dynamic = {
+        "init_scale": 2**16,
+        "scale_window": 9,
+        "min_scale": 1,
+        "delayed_shift": 2,
+        "consecutive_hysteresis": True,
+    }
+    state = {
+        "fp16": CreateLossScaler(torch.half, 1.0, True, dynamic),  # which no CPU trains in
+        "fp32": CreateLossScaler(torch.float32, 1.0, False, None),
+        "stage": ZeroStageEnum.weights,
+        "address": fragment_address(3, 4),
+    }
+    torch.save(state, tmp_path / "optim_states.pt")
+    loaded = unpickling.load_file(tmp_path / "optim_states.pt")
+    assert loaded["fp16"].__dict__ == state["fp16"].__dict__ and loaded["fp32"].__dict__ == state["fp32"].__dict__
+    assert (loaded["stage"], loaded["address"]) == (state["stage"], state["address"])
 
 
 def test_a_device_in_place_of_a_file_is_damage_and_is_not_read(tmp_path):
