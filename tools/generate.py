@@ -5,10 +5,10 @@
     python tools/generate.py runs/mode "import os" --show_routing --html routes.html
     python tools/generate.py runs/mode                      # asks for prompts
 
-The model is a run directory (its newest whole checkpoint; a checkpoint is a pickle: use what you trust) or a folder
-that tools/export.py wrote. One prompt is answered as the tokens come, several together as one batch. An empty prompt
-begins a new document. Ctrl-C ends the text; a second one, or the end of input, leaves the interactive prompt. Control
-characters are printed as U+FFFD; --json has the texts as they are.
+The model is a run directory (its newest whole checkpoint) or a folder that tools/export.py wrote; neither runs code.
+One prompt is answered as the tokens come, several together as one batch. An empty prompt begins a new document.
+Ctrl-C ends the text; a second one, or the end of input, leaves the interactive prompt. Control characters are printed
+as U+FFFD; --json has the texts as they are.
 """
 
 from __future__ import annotations

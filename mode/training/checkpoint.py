@@ -24,6 +24,7 @@ from tqdm import tqdm
 
 from mode.section import ConfigError
 from mode.training.stops import SaveFailed
+from mode.training.unpickling import weights_only
 from mode.training.watchdog import lost_a_rank
 
 MANIFEST = "manifest.json"
@@ -141,7 +142,8 @@ def run_of(checkpoint: Path) -> dict[str, Any]:
 
 def load_checkpoint(engine: Any, checkpoint: Path) -> dict[str, Any]:
     """Restores the engine and returns the state that was saved with it."""
-    path, state = engine.load_checkpoint(str(checkpoint.parent), tag=checkpoint.name)
+    with weights_only(checkpoint):
+        path, state = engine.load_checkpoint(str(checkpoint.parent), tag=checkpoint.name)
     if path is None:
         raise ConfigError("--resume", f"DeepSpeed could not load {checkpoint}")
     return dict(state)
@@ -170,6 +172,8 @@ def _checksums(folder: Path, files: list[str]) -> dict[str, list[int]]:
 def _checksum(path: Path) -> list[int]:
     """[size, crc32], or [-1, 0] where the file cannot be read."""
     checksum = size = 0
+    if not path.is_file():  # a device would be read for ever
+        return [-1, 0]
     try:
         with path.open("rb") as file:
             while chunk := file.read(1 << 22):

@@ -1,6 +1,6 @@
 """A trained model and its tokenizer, from a run directory or an exported folder, in one process.
 
-A checkpoint is a pickle: load only what you trust. An exported folder is none.
+A checkpoint is read without running code that may be in it (`unpickling`); an exported folder holds no pickle.
 """
 
 from __future__ import annotations

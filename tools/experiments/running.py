@@ -24,6 +24,7 @@ from types import FrameType
 
 from experiments.members import Member
 from mode.config_file import load_run_config
+from mode.host import num_cores
 from mode.runs import NOT_THE_VARIANT, Run, RunError, read_run, tree_differences
 from mode.section import ConfigError, show
 
@@ -234,7 +235,7 @@ def log_file(member: Member, output: Path) -> Path:
 
 def environment(jobs: int) -> dict[str, str]:
     """Members side by side share the cores, unless the user chose."""
-    threads = {} if jobs == 1 else {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // jobs))}
+    threads = {} if jobs == 1 else {"OMP_NUM_THREADS": str(max(1, num_cores() // jobs))}
     return {**threads, **os.environ}
 
 
