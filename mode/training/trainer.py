@@ -160,7 +160,7 @@ class Trainer:
         detailed = self.config.train.monitor == "detailed"
         values |= routing_figures(self.config, listed, detailed)
         if detailed:
-            for tag, seen in routing_histograms(step.last.routing, listed):
+            for tag, seen in routing_histograms(step.routing, listed):
                 self.recorder.write_histogram(tag, seen, self.position["step"])
         return values, stop
 
