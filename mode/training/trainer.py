@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
@@ -39,18 +38,11 @@ from mode.training.recorder import Recorder
 from mode.training.same_run import check_same_run, flat, identity
 from mode.training.shared import check_shared
 from mode.training.step import optimizer_step
-from mode.training.stops import NotFinite, StepGuard, StopSignal, Verdict, describe_not_finite
+from mode.training.stop_signal import StopSignal
+from mode.training.stops import NotFinite, StepGuard, Verdict, describe_not_finite
 from mode.training.watchdog import Watchdog
 
 START_PATIENCE = 60.0  # seconds: building an engine may compile, and reading a checkpoint takes its time
-
-
-@dataclass(frozen=True)
-class Summary:
-    """How a run ended."""
-
-    finished: bool  # False: stopped early, to be resumed
-    step: int
 
 
 class Trainer:
@@ -72,10 +64,11 @@ class Trainer:
         self.watchdog.progress("the start, looking for a checkpoint", START_PATIENCE)
         self.lock = lock_directory(run_dir)
         check_shared(run_dir)
-        checkpoints.discard_leftovers(run_dir / "checkpoints")
-        found = checkpoints.find_checkpoint(resume, run_dir / "checkpoints")
+        looking = partial(self.watchdog.progress, "the start, looking for a checkpoint", START_PATIENCE)
+        found = checkpoints.find_checkpoint(resume, run_dir / "checkpoints", looking)
         if found is not None:
             check_same_run(found, self.identity)
+        checkpoints.discard_leftovers(run_dir / "checkpoints")
         self.watchdog.progress("the start, building the engine", START_PATIENCE)
         self.backend = agreed_backend(run)
         if device().type == "cpu":
@@ -90,9 +83,10 @@ class Trainer:
         self.engine = build_engine(run, model, self.world_size, universal=saved_layout != self.layout)
         self.position = {"step": 0, "tokens": 0, "flops": 0}
         self.val_losses: dict[str, float] | None = None  # the last ones evaluated
+        self.unlogged: dict[str, float] | None = None  # of the step resumed from, if its evaluation is still to come
         if found is not None:
             self._restore(found, saved_layout)
-        checkpoints.discard_after(run_dir / "checkpoints", self.position["step"])
+        checkpoints.clear_after(run_dir / "checkpoints", self.position["step"], set_aside=resume == "auto")
         self.guard = StepGuard(self.model, self.device, watch_gradients=run.engine.precision != "fp16")
         self.recorder = Recorder(run_dir, run.deepspeed, self.rank, self.position["step"])
         self.console = Console(self.position["step"], self.num_steps, active=self.rank == 0)
@@ -105,28 +99,40 @@ class Trainer:
 
     # ---- the loop ----
 
-    def train(self) -> Summary:
-        stop_signal = StopSignal()
+    def train(self, stop_signal: StopSignal) -> bool:
+        """Trains to the end, or until a rank is asked to stop: then returns True, and the run can be resumed."""
         train = self.config.train
         last = min(self.num_steps, train.stop_after or self.num_steps)
         self.clock = Clock(self.position, self.run.engine.precision, self.device)
         if self.position["step"] >= self.num_steps:
             self.console.note("this run is complete; --resume never would start it afresh")
-        while self.position["step"] < last:
+        interrupted = self.guard.verdict(stop_signal.received).stop
+        if interrupted:
+            self.console.note("stopped before the first step; start the same command again")
+            self.recorder.close()
+            return True
+        if self.unlogged is not None:
+            self._log(self.unlogged, evaluates=True)
+        while self.position["step"] < last and not interrupted:
             values, interrupted = self._step(stop_signal)
             step = self.position["step"]
             self.console.advance()
-            ends = interrupted or step >= last
-            if step % train.eval_every == 0 or step == self.num_steps:
-                values = {**(values or {}), **self._evaluate()}
-            if values:
-                self.recorder.write(self.position, values)
-                self.console.report(step, values)
-            if step % train.save_every == 0 or ends:
-                self._save()
-            if interrupted:
+            evaluates = step % train.eval_every == 0 or step == self.num_steps
+            if interrupted and evaluates:  # a launcher may kill it within seconds: resuming evaluates
+                self._save(unlogged=values or {})
                 break
-        return self._finish()
+            self._log(values, evaluates)
+            if step % train.save_every == 0 or step >= last or interrupted:
+                self._save()
+        self._finish(interrupted)
+        return interrupted
+
+    def _log(self, values: dict[str, float] | None, evaluates: bool) -> None:
+        if evaluates:
+            values = {**(values or {}), **self._evaluate()}
+        if values:
+            self.recorder.write(self.position, values)
+            self.console.report(self.position["step"], values)
 
     def _step(self, stop_signal: StopSignal) -> tuple[dict[str, float] | None, bool]:
         """One optimizer step: (what to log, if this step is logged; whether a rank was asked to stop)."""
@@ -225,18 +231,22 @@ class Trainer:
             causal=causal,
         )
 
-    def _save(self) -> None:
-        with self.clock.paused():
-            self.watchdog.progress(f"the save of step {self.position['step']}")
+    def _save(self, unlogged: dict[str, float] | None = None) -> None:
+        folder, stage = self.run_dir / "checkpoints", f"the save of step {self.position['step']}"
+        progress = partial(self.watchdog.progress, stage)
+        progress()
+        with self.clock.paused(), self.watchdog.following(stage, partial(checkpoints.num_bytes, folder)):
             buffers = dict(self.model.named_buffers())  # a universal checkpoint has none
-            state = {"position": self.position, "rng": torch.get_rng_state(), "buffers": buffers}
+            rng = torch.get_rng_state()
+            state = {"position": self.position, "rng": rng, "buffers": buffers, "unlogged": unlogged}
             checkpoints.save_checkpoint(
                 self.engine,
-                self.run_dir / "checkpoints",
+                folder,
                 self.position["step"],
                 state,
                 self.config.train.keep_last,
                 {**self.identity, "config": self.config.to_dict(), "layout": self.layout},
+                progress,
             )
 
     def _restore(self, found: Path, saved_layout: dict[str, Any]) -> None:
@@ -250,6 +260,7 @@ class Trainer:
             with for_any_layout(found, copy, saved_layout, self.layout, progress):
                 state = load_universal(self.engine, copy)
         self.position = dict(state["position"])
+        self.unlogged = state.get("unlogged")
         torch.set_rng_state(state["rng"])
         for name, buffer in self.model.named_buffers():
             buffer.copy_(state["buffers"][name])
@@ -264,16 +275,16 @@ class Trainer:
         step = self.position["step"]
         self.console.note(description(self.run, self.data, self.run_dir, self.backend, found, step))
 
-    def _finish(self) -> Summary:
+    def _finish(self, interrupted: bool) -> None:
         """Samples and prints the closing table; the state of the run is saved already."""
         seconds = self.clock.seconds()
         self.console.close()
-        finished = self.position["step"] >= self.num_steps
-        if not finished:
-            self.console.note(f"\nstopped at step {self.position['step']} of {self.num_steps}; the state is saved.")
-            self.console.note(commands(self.run_dir))
+        step = self.position["step"]
+        if interrupted or step < self.num_steps:
+            self.console.note(f"\nstopped at step {step} of {self.num_steps}; the state is saved.")
+            self.console.note(commands(self.run_dir, self.world_size))
             self.recorder.close()
-            return Summary(False, self.position["step"])
+            return
         losses = self.val_losses or self._validate()[0]
         self.watchdog.progress("the closing sample")
         text = sample(self.model, self.run, self.data, self.device)
@@ -284,5 +295,4 @@ class Trainer:
             figures = closing_table(
                 self.model, self.data, self.run_dir / "metrics.jsonl", self.position, losses, seconds
             )
-            self.console.note(f"\n{figures}\n\nsample:\n{text}\n\n{commands(self.run_dir)}")
-        return Summary(True, self.position["step"])
+            self.console.note(f"\n{figures}\n\nsample:\n{text}\n\n{commands(self.run_dir, self.world_size)}")
