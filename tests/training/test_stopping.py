@@ -6,12 +6,16 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from filelock import FileLock
 
 from mode.training import checkpoint as checkpoints
 from tests import launch
@@ -163,3 +167,36 @@ def test_a_manifest_that_is_not_what_was_written_is_damage(world, tmp_path, caps
     assert checkpoints.newest_whole(tmp_path / "checkpoints").name == "step_00000009"
     file.write_text(json.dumps(good))
     assert checkpoints.newest_whole(tmp_path / "checkpoints").name == "step_00000012"
+
+
+def list_threads_at_the_end() -> None:
+    """Prints the names of this process's threads when `train.py` has nothing left to do but to return."""
+    import train
+
+    original = train.fail
+
+    def fail(*args: Any, **kwargs: Any) -> int:
+        names = [Path(f"/proc/self/task/{thread}/comm").read_text().strip() for thread in os.listdir("/proc/self/task")]
+        print(f"threads: {' '.join(names)}")
+        return original(*args, **kwargs)
+
+    train.fail = fail
+
+
+def test_no_thread_of_the_process_group_is_left_to_abort_a_refused_run(world, tmp_path):
+    """Such a thread may meet the end of the interpreter: SIGABRT instead of exit code 2, now and then."""
+    config, _ = world
+    (tmp_path / "run").mkdir()
+    with FileLock(tmp_path / "run" / ".lock"):
+        job = launch.start(arguments(config, tmp_path / "run"), tmp_path / "log", 2, list_threads_at_the_end)
+        assert job.wait() == [2, 2], job.output()
+    assert "is in use by another run" in job.output()
+    assert job.output().count("threads: ") == 2 and "gloo" not in job.output()
+
+
+def test_a_signal_that_comes_while_the_interpreter_ends_changes_no_exit_code():
+    late = "atexit.register(os.kill, os.getpid(), signal.SIGTERM)"
+    script = f"import atexit, os, runpy, signal; {late}; runpy.run_path('train.py', run_name='__main__')"
+    command = [sys.executable, "-c", script, "--deepspeed_config", "nowhere.json"]
+    done = subprocess.run(command, cwd=launch.ROOT, capture_output=True, text=True)
+    assert done.returncode == 2, done.stderr
