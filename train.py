@@ -89,7 +89,7 @@ def main(command_line: list[str] | None = None) -> int:
         limit = run.mode.train.watchdog_seconds if world_size > 1 else None  # alone, a rank waits for nobody
         stop_signal.defer()
         with Watchdog(limit, rank) as watchdog, process_group(watchdog):
-            interrupted = Trainer(run, data, run_dir, arguments.resume, watchdog).train(stop_signal)
+            interrupted = Trainer(run, data, run_dir, arguments.resume, watchdog, stop_signal).train()
     except (ConfigError, DataError) as error:
         return fail(str(error), stops.EXIT_BAD_INPUT)
     except stops.NotFinite as error:

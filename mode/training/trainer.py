@@ -48,8 +48,17 @@ START_PATIENCE = 60.0  # seconds: building an engine may compile, and reading a 
 class Trainer:
     """Everything of one run on this rank."""
 
-    def __init__(self, run: RunConfig, data: PackedData, run_dir: Path, resume: str, watchdog: Watchdog) -> None:
+    def __init__(
+        self,
+        run: RunConfig,
+        data: PackedData,
+        run_dir: Path,
+        resume: str,
+        watchdog: Watchdog,
+        stop_signal: StopSignal,
+    ) -> None:
         self.run, self.data, self.run_dir, self.watchdog = run, data, run_dir, watchdog
+        self.stop_signal, self.interrupted = stop_signal, False  # of this rank; whether any rank was asked to stop
         self.config = run.mode
         self.rank, self.world_size = distributed.get_rank(), distributed.get_world_size()
         self.micro_rows, self.num_micros = run.engine.batch_layout(self.world_size)
@@ -99,33 +108,33 @@ class Trainer:
 
     # ---- the loop ----
 
-    def train(self, stop_signal: StopSignal) -> bool:
+    def train(self) -> bool:
         """Trains to the end, or until a rank is asked to stop: then returns True, and the run can be resumed."""
         train = self.config.train
         last = min(self.num_steps, train.stop_after or self.num_steps)
         self.clock = Clock(self.position, self.run.engine.precision, self.device)
         if self.position["step"] >= self.num_steps:
             self.console.note("this run is complete; --resume never would start it afresh")
-        interrupted = self.guard.verdict(stop_signal.received).stop
-        if interrupted:
+        self.interrupted = self.guard.verdict(self.stop_signal.received).stop
+        if self.interrupted:
             self.console.note("stopped before the first step; start the same command again")
             self.recorder.close()
             return True
         if self.unlogged is not None:
             self._log(self.unlogged, evaluates=True)
-        while self.position["step"] < last and not interrupted:
-            values, interrupted = self._step(stop_signal)
+        while self.position["step"] < last and not self.interrupted:
+            values = self._step()
             step = self.position["step"]
             self.console.advance()
             evaluates = step % train.eval_every == 0 or step == self.num_steps
-            if interrupted and evaluates:  # a launcher may kill it within seconds: resuming evaluates
+            if self.interrupted and evaluates:  # a launcher may kill it within seconds: resuming evaluates
                 self._save(unlogged=values or {})
                 break
             self._log(values, evaluates)
-            if step % train.save_every == 0 or step >= last or interrupted:
+            if step % train.save_every == 0 or step >= last or self.interrupted:
                 self._save()
-        self._finish(interrupted)
-        return interrupted
+        self._finish()
+        return self.interrupted
 
     def _log(self, values: dict[str, float] | None, evaluates: bool) -> None:
         if evaluates:
@@ -134,18 +143,16 @@ class Trainer:
             self.recorder.write(self.position, values)
             self.console.report(self.position["step"], values)
 
-    def _step(self, stop_signal: StopSignal) -> tuple[dict[str, float] | None, bool]:
-        """One optimizer step: (what to log, if this step is logged; whether a rank was asked to stop)."""
+    def _step(self) -> dict[str, float] | None:
+        """Takes one optimizer step and returns what to log, if this step is logged; notices a request to stop."""
         position = self.position["step"]
-        stop = False
 
         def approve(losses: list[Tensor], inputs: Inputs) -> None:
-            nonlocal stop
             for loss in losses:
                 self.guard.see_loss(loss)
-            verdict = self.guard.verdict(stop_signal.received)
+            verdict = self.guard.verdict(self.stop_signal.received)
             self._refuse_what_is_not_finite(verdict, inputs)
-            stop = verdict.stop
+            self.interrupted = verdict.stop
 
         with self._warming_up(position) as kept:
             step = optimizer_step(self.engine, self.run, self._batches(position), self.device, approve)
@@ -156,7 +163,7 @@ class Trainer:
             "flops": self.position["flops"] + counted_flops(self.config, self.global_rows, listed, kept),
         }
         if (position + 1) % self.config.train.log_every and position + 1 != self.num_steps:
-            return None, stop
+            return None
         terms = torch.stack(list(step.losses.values()))
         distributed.all_reduce(terms)
         losses = dict(zip(step.losses, (terms / (self.num_micros * self.world_size)).tolist(), strict=True))
@@ -168,7 +175,7 @@ class Trainer:
         if detailed:
             for tag, seen in routing_histograms(step.routing, listed):
                 self.recorder.write_histogram(tag, seen, self.position["step"])
-        return values, stop
+        return values
 
     @contextmanager
     def _warming_up(self, step: int) -> Iterator[Fraction | None]:
@@ -275,13 +282,12 @@ class Trainer:
         step = self.position["step"]
         self.console.note(description(self.run, self.data, self.run_dir, self.backend, found, step))
 
-    def _finish(self, interrupted: bool) -> None:
+    def _finish(self) -> None:
         """Samples and prints the closing table; the state of the run is saved already."""
         seconds = self.clock.seconds()
         self.console.close()
-        step = self.position["step"]
-        if interrupted or step < self.num_steps:
-            self.console.note(f"\nstopped at step {step} of {self.num_steps}; the state is saved.")
+        if self.interrupted or self.position["step"] < self.num_steps:
+            self.console.note(f"\nstopped at step {self.position['step']} of {self.num_steps}; the state is saved.")
             self.console.note(commands(self.run_dir, self.world_size))
             self.recorder.close()
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -176,7 +177,10 @@ def list_threads_at_the_end() -> None:
     original = train.fail
 
     def fail(*args: Any, **kwargs: Any) -> int:
-        names = [Path(f"/proc/self/task/{thread}/comm").read_text().strip() for thread in os.listdir("/proc/self/task")]
+        names = []
+        for file in Path("/proc/self/task").glob("*/comm"):
+            with contextlib.suppress(OSError):  # the watchdog's may be about to end
+                names.append(file.read_text().strip())
         print(f"threads: {' '.join(names)}")
         return original(*args, **kwargs)
 
