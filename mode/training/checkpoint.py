@@ -241,7 +241,7 @@ def damage(checkpoint: Path, progress: Callable[[], None] = lambda: None) -> str
     except OSError as error:
         raise OSError(
             f"{checkpoint} cannot be read: {error}. It may be whole, so nothing was resumed or deleted; start the same "
-            "command again when it can be read, or choose otherwise with --resume"
+            "command again when it can be read"
         ) from error
     if isinstance(expected, str):
         return expected
