@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 from mode.host import keep_freed_memory, share_the_cores
+from mode.training.stop_signal import EXIT_INTERRUPTED, StopSignal, ignore_stop_signals
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
@@ -59,6 +60,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 def main(command_line: list[str] | None = None) -> int:
     arguments = parse_arguments(command_line)
+    stop_signal = StopSignal()
     share_the_cores()
     keep_freed_memory()
     from mode.config_file import override, read_json, run_config_from_dict
@@ -75,7 +77,7 @@ def main(command_line: list[str] | None = None) -> int:
     from mode.data import DamagedCache, DataError, prepare_data
     from mode.training import stops
     from mode.training.console import plan_table
-    from mode.training.engine import engine_settings, start_process_group
+    from mode.training.engine import engine_settings, process_group
     from mode.training.trainer import Trainer
     from mode.training.watchdog import Watchdog
 
@@ -91,9 +93,9 @@ def main(command_line: list[str] | None = None) -> int:
             return 0
         data = prepare_data(run.mode, quiet=rank != 0)
         limit = run.mode.train.watchdog_seconds if world_size > 1 else None  # alone, a rank waits for nobody
-        with Watchdog(limit, rank) as watchdog:
-            start_process_group(watchdog)
-            summary = Trainer(run, data, run_dir, arguments.resume, watchdog, arguments.extend).train()
+        stop_signal.defer()
+        with Watchdog(limit, rank) as watchdog, process_group(watchdog):
+            interrupted = Trainer(run, data, run_dir, arguments.resume, watchdog, stop_signal, arguments.extend).train()
     except DamagedCache as error:  # found by the rank that read it, in the middle of the run
         return fail(f"rank {rank}: {error}", stops.EXIT_SAVE_FAILED, every_rank=True)
     except (ConfigError, DataError) as error:
@@ -104,8 +106,7 @@ def main(command_line: list[str] | None = None) -> int:
         return fail(f"rank {rank}: {error}", stops.EXIT_SAVE_FAILED, every_rank=True)
     except OSError as error:
         return fail(f"rank {rank}: reading or writing failed: {error}", stops.EXIT_SAVE_FAILED, every_rank=True)
-    planned = run.mode.train.stop_after is not None and summary.step >= run.mode.train.stop_after
-    return 0 if summary.finished or planned else stops.EXIT_INTERRUPTED
+    return EXIT_INTERRUPTED if interrupted or stop_signal.received else 0
 
 
 def fail(message: str, code: int, every_rank: bool = False) -> int:
@@ -116,4 +117,6 @@ def fail(message: str, code: int, every_rank: bool = False) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_code = main()
+    ignore_stop_signals()
+    sys.exit(exit_code)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from shlex import quote
@@ -76,10 +77,14 @@ def sample(model: ModeTransformer, run: RunConfig, data: PackedData, device: tor
     return printable(data.tokenizer.decode(ids[0].tolist()))
 
 
-def commands(run_dir: Path) -> str:
+def commands(run_dir: Path, world_size: int) -> str:
+    """The commands to go on with, as they are typed; of several nodes, on each of them."""
     folder = quote(str(run_dir))
+    local_ranks = int(os.environ.get("LOCAL_SIZE", world_size))
+    nodes = world_size // local_ranks
+    again = f"  (on {nodes} nodes, with the launcher's other options as before)" if nodes > 1 else ""
     return (
         f"compare runs: tensorboard --logdir {quote(str(run_dir.parent))}\n"
-        f"resume:       deepspeed train.py --deepspeed_config {quote(str(run_dir / 'config.json'))} "
-        f"--output_dir {folder} --resume auto"
+        f"resume:       deepspeed --num_gpus {local_ranks} train.py --deepspeed_config "
+        f"{quote(str(run_dir / 'config.json'))} --output_dir {folder} --resume auto{again}"
     )

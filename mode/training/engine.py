@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib
 import logging
@@ -9,6 +10,7 @@ import os
 import resource
 import sys
 import warnings
+from collections.abc import Iterator
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -32,10 +34,11 @@ from mode.moe.parallel import ParallelMoELayer
 from mode.section import ConfigError, show
 from mode.training.local_ranks import free_port
 from mode.training.refusals import refuse_what_is_wrong
-from mode.training.watchdog import Watchdog
+from mode.training.watchdog import Watchdog, lost_a_rank
 
 MONITORS = ("tensorboard", "csv_monitor", "wandb", "comet")
-TIMEOUT_MARGIN = 60  # seconds by which a collective's own limit is longer than the watchdog's, which tells more
+# Of a collective, where there is a watchdog: it ends a rank that waits in vain, and a slow save may keep one for hours.
+WATCHED_TIMEOUT = timedelta(days=1)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # DeepSpeed checks its settings by whatever exception comes first; all of these were seen for a wrong value.
 WRONG_SETTING = (
@@ -71,7 +74,7 @@ def start_process_group(watchdog: Watchdog | None = None) -> None:
     get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))  # collectives before the engine exists need it too
     address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     watchdog.progress(f"the start, joining {os.environ['WORLD_SIZE']} ranks at {address}")
-    timeout = default_pg_timeout if watchdog.limit is None else timedelta(seconds=watchdog.limit + TIMEOUT_MARGIN)
+    timeout = default_pg_timeout if watchdog.limit is None else WATCHED_TIMEOUT
     backend = get_accelerator().communication_backend_name()
     try:
         deepspeed.init_distributed(dist_backend=backend, verbose=False, timeout=timeout)
@@ -79,6 +82,19 @@ def start_process_group(watchdog: Watchdog | None = None) -> None:
         if "EADDRINUSE" not in str(error):
             raise
         raise ConfigError("MASTER_PORT", f"{address} is in use; name another by deepspeed --master_port") from error
+
+
+@contextlib.contextmanager
+def process_group(watchdog: Watchdog) -> Iterator[None]:
+    """Joins the launcher's process group and leaves it: a thread of gloo alive at exit can abort the interpreter."""
+    start_process_group(watchdog)
+    try:
+        yield
+    except BaseException as error:
+        if not lost_a_rank(error):  # then the watchdog ends the process: leaving could wait for the lost rank
+            distributed.destroy_process_group()
+        raise
+    distributed.destroy_process_group()
 
 
 def engine_settings(run: RunConfig, world_size: int) -> dict[str, Any]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
 from math import isfinite
@@ -41,18 +40,11 @@ from mode.training.recorder import Recorder, check_monitors
 from mode.training.same_run import check_plan, check_same_run, extensions_of, flat, identity, plan, replanned
 from mode.training.shared import check_same_corpus, check_shared
 from mode.training.step import optimizer_step
-from mode.training.stops import NotFinite, StepGuard, StopSignal, Verdict, describe_not_finite
+from mode.training.stop_signal import StopSignal
+from mode.training.stops import NotFinite, StepGuard, Verdict, describe_not_finite
 from mode.training.watchdog import Watchdog
 
 START_PATIENCE = 60.0  # seconds: building an engine may compile, and reading a checkpoint takes its time
-
-
-@dataclass(frozen=True)
-class Summary:
-    """How a run ended."""
-
-    finished: bool  # False: stopped early, to be resumed
-    step: int
 
 
 class Trainer:
@@ -65,10 +57,12 @@ class Trainer:
         run_dir: Path,
         resume: str,
         watchdog: Watchdog,
+        stop_signal: StopSignal,
         extend: bool = False,
     ) -> None:
         """`extend` lets a run that exists go on by another plan: length, optimizer settings, schedule."""
         self.run, self.data, self.run_dir, self.watchdog = run, data, run_dir, watchdog
+        self.stop_signal, self.interrupted = stop_signal, False  # of this rank; whether any rank was asked to stop
         self.config = run.mode
         self.rank, self.world_size = distributed.get_rank(), distributed.get_world_size()
         self.micro_rows, self.num_micros = run.engine.batch_layout(self.world_size)
@@ -85,14 +79,15 @@ class Trainer:
         self.lock = lock_directory(run_dir)
         check_shared(run_dir)
         check_same_corpus(data.digest, data.folder)
-        checkpoints.discard_leftovers(run_dir / "checkpoints")
-        found = checkpoints.find_checkpoint(resume, run_dir / "checkpoints")
+        looking = partial(self.watchdog.progress, "the start, looking for a checkpoint", START_PATIENCE)
+        found = checkpoints.find_checkpoint(resume, run_dir / "checkpoints", looking)
         self.extensions: list[dict[str, Any]] = []
         changes: dict[str, Any] = {}
         if found is not None:
             check_same_run(found, self.identity)
             changes = check_plan(found, self.plan, extend)
             self.extensions = extensions_of(found, changes)
+        checkpoints.discard_leftovers(run_dir / "checkpoints")
         self.watchdog.progress("the start, building the engine", START_PATIENCE)
         self.backend = agreed_backend(run)
         if device().type == "cpu":
@@ -107,10 +102,11 @@ class Trainer:
         self.engine = build_engine(run, model, self.world_size, universal=saved_layout != self.layout)
         self.position = {"step": 0, "tokens": 0, "flops": 0}
         self.val_losses: dict[str, float] | None = None  # the last ones evaluated
+        self.unlogged: dict[str, float] | None = None  # of the step resumed from, if its evaluation is still to come
         if found is not None:
             with replanned(self.engine, found, changes):
                 self._restore(found, saved_layout)
-        checkpoints.discard_after(run_dir / "checkpoints", self.position["step"])
+        checkpoints.clear_after(run_dir / "checkpoints", self.position["step"], set_aside=resume == "auto")
         self.guard = StepGuard(self.model, self.device, watch_gradients=run.engine.precision != "fp16")
         self.recorder = Recorder(run_dir, run.deepspeed, self.rank, self.position["step"])
         self.console = Console(self.position["step"], self.num_steps, active=self.rank == 0)
@@ -125,42 +121,52 @@ class Trainer:
 
     # ---- the loop ----
 
-    def train(self) -> Summary:
-        stop_signal = StopSignal()
+    def train(self) -> bool:
+        """Trains to the end, or until a rank is asked to stop: then returns True, and the run can be resumed."""
         train = self.config.train
         last = min(self.num_steps, train.stop_after or self.num_steps)
         self.clock = Clock(self.position, self.run.engine.precision, self.device)
         if self.position["step"] >= self.num_steps:
             self.console.note("this run is complete; --resume never would start it afresh")
-        while self.position["step"] < last:
-            values, interrupted = self._step(stop_signal)
+        self.interrupted = self.guard.verdict(self.stop_signal.received).stop
+        if self.interrupted:
+            self.console.note("stopped before the first step; start the same command again")
+            self.recorder.close()
+            return True
+        if self.unlogged is not None:
+            self._log(self.unlogged, evaluates=True)
+        while self.position["step"] < last and not self.interrupted:
+            values = self._step()
             step = self.position["step"]
             self.console.advance()
-            ends = interrupted or step >= last
-            if step % train.eval_every == 0 or step == self.num_steps:
-                values = {**(values or {}), **self._evaluate()}
-            if values:
-                self.recorder.write(self.position, values)
-                self.console.report(step, values)
-                self._refuse_bad_validation(values)
-            if step % train.save_every == 0 or ends:
-                self._save()
-            if interrupted:
+            evaluates = step % train.eval_every == 0 or step == self.num_steps
+            if self.interrupted and evaluates:  # a launcher may kill it within seconds: resuming evaluates
+                self._save(unlogged=values or {})
                 break
-        return self._finish()
+            self._log(values, evaluates)
+            if step % train.save_every == 0 or step >= last or self.interrupted:
+                self._save()
+        self._finish()
+        return self.interrupted
 
-    def _step(self, stop_signal: StopSignal) -> tuple[dict[str, float] | None, bool]:
-        """One optimizer step: (what to log, if this step is logged; whether a rank was asked to stop)."""
+    def _log(self, values: dict[str, float] | None, evaluates: bool) -> None:
+        if evaluates:
+            values = {**(values or {}), **self._evaluate()}
+        if values:
+            self.recorder.write(self.position, values)
+            self.console.report(self.position["step"], values)
+            self._refuse_bad_validation(values)
+
+    def _step(self) -> dict[str, float] | None:
+        """Takes one optimizer step and returns what to log, if this step is logged; notices a request to stop."""
         position = self.position["step"]
-        stop = False
 
         def approve(losses: list[Tensor], inputs: Inputs) -> None:
-            nonlocal stop
             for loss in losses:
                 self.guard.see_loss(loss)
-            verdict = self.guard.verdict(stop_signal.received)
+            verdict = self.guard.verdict(self.stop_signal.received)
             self._refuse_what_is_not_finite(verdict, inputs)
-            stop = verdict.stop
+            self.interrupted = verdict.stop
 
         with self._warming_up(position) as kept:
             step = optimizer_step(self.engine, self.run, self._batches(position), self.device, approve)
@@ -171,7 +177,7 @@ class Trainer:
             "flops": self.position["flops"] + counted_flops(self.config, self.global_rows, listed, kept),
         }
         if (position + 1) % self.config.train.log_every and position + 1 != self.num_steps:
-            return None, stop
+            return None
         terms = torch.stack(list(step.losses.values()))
         distributed.all_reduce(terms)
         losses = dict(zip(step.losses, (terms / (self.num_micros * self.world_size)).tolist(), strict=True))
@@ -181,9 +187,9 @@ class Trainer:
         detailed = self.config.train.monitor == "detailed"
         values |= routing_figures(self.config, listed, detailed)
         if detailed:
-            for tag, seen in routing_histograms(step.last.routing, listed):
+            for tag, seen in routing_histograms(step.routing, listed):
                 self.recorder.write_histogram(tag, seen, self.position["step"])
-        return values, stop
+        return values
 
     @contextmanager
     def _warming_up(self, step: int) -> Iterator[Fraction | None]:
@@ -258,14 +264,17 @@ class Trainer:
             causal=causal,
         )
 
-    def _save(self) -> None:
-        with self.clock.paused():
-            self.watchdog.progress(f"the save of step {self.position['step']}")
+    def _save(self, unlogged: dict[str, float] | None = None) -> None:
+        folder, stage = self.run_dir / "checkpoints", f"the save of step {self.position['step']}"
+        progress = partial(self.watchdog.progress, stage)
+        progress()
+        with self.clock.paused(), self.watchdog.following(stage, partial(checkpoints.num_bytes, folder)):
             buffers = dict(self.model.named_buffers())  # a universal checkpoint has none
-            state = {"position": self.position, "rng": torch.get_rng_state(), "buffers": buffers}
+            rng = torch.get_rng_state()
+            state = {"position": self.position, "rng": rng, "buffers": buffers, "unlogged": unlogged}
             checkpoints.save_checkpoint(
                 self.engine,
-                self.run_dir / "checkpoints",
+                folder,
                 self.position["step"],
                 state,
                 self.config.train.keep_last,
@@ -276,6 +285,7 @@ class Trainer:
                     "config": self.config.to_dict(),
                     "layout": self.layout,
                 },
+                progress,
             )
 
     def _restore(self, found: Path, saved_layout: dict[str, Any]) -> None:
@@ -289,6 +299,7 @@ class Trainer:
             with for_any_layout(found, copy, saved_layout, self.layout, progress):
                 state = load_universal(self.engine, copy)
         self.position = dict(state["position"])
+        self.unlogged = state.get("unlogged")
         torch.set_rng_state(state["rng"])
         for name, buffer in self.model.named_buffers():
             buffer.copy_(state["buffers"][name])
@@ -303,16 +314,15 @@ class Trainer:
         step = self.position["step"]
         self.console.note(description(self.run, self.data, self.run_dir, self.backend, found, step))
 
-    def _finish(self) -> Summary:
+    def _finish(self) -> None:
         """Samples and prints the closing table; the state of the run is saved already."""
         seconds = self.clock.seconds()
         self.console.close()
-        finished = self.position["step"] >= self.num_steps
-        if not finished:
+        if self.interrupted or self.position["step"] < self.num_steps:
             self.console.note(f"\nstopped at step {self.position['step']} of {self.num_steps}; the state is saved.")
-            self.console.note(commands(self.run_dir))
+            self.console.note(commands(self.run_dir, self.world_size))
             self.recorder.close()
-            return Summary(False, self.position["step"])
+            return
         losses = self.val_losses or self._validate()[0]
         self._refuse_bad_validation(losses)
         self.watchdog.progress("the closing sample")
@@ -324,5 +334,4 @@ class Trainer:
             figures = closing_table(
                 self.model, self.data, self.run_dir / "metrics.jsonl", self.position, losses, seconds
             )
-            self.console.note(f"\n{figures}\n\nsample:\n{text}\n\n{commands(self.run_dir)}")
-        return Summary(True, self.position["step"])
+            self.console.note(f"\n{figures}\n\nsample:\n{text}\n\n{commands(self.run_dir, self.world_size)}")

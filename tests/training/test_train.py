@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -295,28 +296,31 @@ def test_a_run_loads_no_compiler_it_has_no_use_for(tiny, tmp_path):
     assert done.stdout.splitlines()[-1] == "0 False", done.stdout + done.stderr
 
 
-def launched(tiny: Path, run_dir: Path, *more: str) -> subprocess.Popen[str]:
-    launcher = Path(sys.executable).with_name("deepspeed")
-    command = [launcher, "--num_accelerators", "2", "--master_port", str(20000 + os.getpid() % 20000)]
-    command += ["train.py", "--deepspeed_config", tiny, "--output_dir", run_dir, *more]
+def typed(command: str, *more: str) -> subprocess.Popen[str]:
+    """Starts a command line that begins with `deepspeed`, on a port of its own."""
+    launcher, *rest = shlex.split(command)
+    port = ["--master_port", str(20000 + os.getpid() % 20000)]
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return subprocess.Popen(list(map(str, command)), cwd=launch.ROOT, start_new_session=True, **streams)
+    words = [str(Path(sys.executable).with_name(launcher)), *port, *rest, *more]
+    return subprocess.Popen(words, cwd=launch.ROOT, start_new_session=True, **streams)
 
 
-def test_the_deepspeed_launcher_trains_on_two_ranks_and_a_signal_to_it_leaves_a_resumable_run(tiny, tmp_path):
+def test_the_deepspeed_launcher_trains_on_two_ranks_and_the_command_of_a_stopped_run_resumes_it(tiny, tmp_path):
     run_dir = tmp_path / "run"
+    command = f"deepspeed --num_accelerators 2 train.py --deepspeed_config {tiny} --output_dir {run_dir}"
     long = ["--set", "mode.train.steps=100000", "--set", "mode.train.save_every=100000"]
-    process = launched(tiny, run_dir, *long)
+    process = typed(command, *long)
     deadline = time.monotonic() + 120
     while not (run_dir / "metrics.jsonl").exists() and time.monotonic() < deadline:
         time.sleep(0.2)
     os.killpg(process.pid, signal.SIGINT)  # as Ctrl-C does: the launcher and every rank are told
     output, _ = process.communicate(timeout=60)
     assert "2 ranks" in output and "the state is saved" in output, output
-    step = launch.metrics(run_dir)[-1]["step"]
-    process = launched(tiny, run_dir, *long, "--set", f"mode.train.stop_after={step + 2}")
+    step = int((run_dir / "checkpoints" / "latest").read_text().removeprefix("step_"))
+    resume = re.search(r"^resume: +(deepspeed .*)$", output, re.M)
+    process = typed(resume.group(1), "--set", f"mode.train.stop_after={step + 2}")
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 0, output
-    assert f"at step {step}" in output
+    assert "2 ranks" in output and f"at step {step}" in output
     assert "FutureWarning" not in output, "DeepSpeed's calls are not for users to mend"
     assert launch.metrics(run_dir)[-1]["step"] == step + 2
