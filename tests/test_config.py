@@ -83,7 +83,8 @@ def test_a_config_round_trips_through_json():
 
 # (path changed, value, the path the error names, words it must hold)
 WRONG = [
-    ("mode", ..., "mode", ["null", "JSON object"]),
+    ("mode", ..., "mode", ["section is missing", "JSON object"]),
+    ("mode", None, "mode", ["null", "JSON object"]),
     ("mode", [], "mode", ["[]", "JSON object"]),
     ("mode.modle", {}, "mode.modle", ["unknown key", 'did you mean "model"']),
     ("mode.model", ..., "mode.model", ["missing"]),
@@ -147,11 +148,11 @@ WRONG = [
     ("mode.train.steps", None, "mode.train.steps", ["exactly one", "none given"]),
     ("mode.seed", -1, "mode.seed", ["-1", "at least 0"]),
     ("mode.description", "", "mode.description", ["non-empty string"]),
-    ("depth", {}, "depth", ['into the "mode" section']),
+    ("depth", {}, "depth", ['did you mean "mode.depth"']),
     ("MODE", {}, "MODE", ['did you mean "mode"']),
     ("", 1, '""', ["unknown key"]),
     ("bfloat16", {"enabled": True}, "bfloat16", ['write "bf16"']),
-    ("bf16", {"enable": True}, "bf16", ['"enabled"']),
+    ("bf16", {"enable": True}, "bf16.enable", ["unknown key", 'did you mean "enabled"']),
     ("managed_gradient_accumulation", True, None, []),
     (
         "mode.experts",
@@ -223,7 +224,9 @@ def test_a_batch_that_does_not_divide_is_refused_with_the_numbers():
         ('{"mode": }', "not valid JSON: line 1, column 10"),
         ("[1]", "must be a JSON object"),
         ('{"mode": {}, "mode": {}}', "mode: stands twice"),
-        ("[" * 100_000, "not usable JSON"),
+        ("[" * 100_000, "nested too deeply"),
+        ('{"a":' * 900 + "1" + "}" * 900, "nested too deeply"),
+        ('{"mode": ' + "[" * 60 + "]" * 60 + "}", "nested too deeply"),
         ("1" * 10_000, "not usable JSON"),
     ],
 )
