@@ -55,16 +55,13 @@ def main(command_line: list[str] | None = None) -> int:
     arguments = parse_arguments(command_line)
     share_the_cores()
     keep_freed_memory()
-    from mode.config_file import override, read_json, run_config_from_dict
+    from mode.config_file import load_run_config
     from mode.section import ConfigError
 
     try:
-        document = read_json(arguments.deepspeed_config)
-        for setting in arguments.set:
-            override(document, setting)
-        run = run_config_from_dict(document)
+        run = load_run_config(arguments.deepspeed_config, arguments.set)
     except ConfigError as error:
-        return fail(str(error.in_file(arguments.deepspeed_config)), 2)
+        return fail(str(error), 2)
 
     from mode.data import DataError, prepare_data
     from mode.training import stops
@@ -78,9 +75,10 @@ def main(command_line: list[str] | None = None) -> int:
     job_name = run.deepspeed.get("tensorboard", {}).get("job_name") or Path(arguments.deepspeed_config).stem
     run_dir = Path(arguments.output_dir or Path("runs") / job_name)
     try:
+        settings = engine_settings(run, world_size)  # refuses wrong ones before the data are prepared
         if arguments.dry_run:
             if rank == 0:
-                resolved = {**engine_settings(run, world_size), "mode": run.mode.to_dict()}
+                resolved = {**settings, "mode": run.mode.to_dict()}
                 print(json.dumps(resolved, indent=2) + "\n\n" + plan_table(run, world_size))
             return 0
         data = prepare_data(run.mode, quiet=rank != 0)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mode.config import RUN_LENGTHS, ModeConfig, exact
+from mode.deepspeed_settings import SETTINGS
 from mode.section import ConfigError, Section, choice, integer, number, show
 from mode.setting_names import check_name, check_names
 
@@ -176,9 +177,18 @@ def run_config_from_dict(document: Any) -> RunConfig:
 
 
 def _read_engine(deepspeed: dict[str, Any]) -> EngineConfig:
-    for name in ("optimizer", "scheduler", "tensorboard", "csv_monitor", "wandb", "comet"):
-        if not isinstance(deepspeed.get(name, {}), dict):
-            raise ConfigError(name, f"is {show(deepspeed[name])}; it must be a JSON object, or be left out")
+    precision = _read_precision(deepspeed)
+    for name, value in deepspeed.items():
+        if SETTINGS[name] and not isinstance(value, dict):
+            raise ConfigError(name, f"is {show(value)}; it must be a JSON object, or be left out")
+    for name in ("optimizer", "scheduler"):
+        kind, parameters = (
+            deepspeed.get(name, {}).get(key, default) for key, default in (("type", ""), ("params", {}))
+        )
+        if not isinstance(kind, str):
+            raise ConfigError(f"{name}.type", f"is {show(kind)}; it must be a string")
+        if not isinstance(parameters, dict):
+            raise ConfigError(f"{name}.params", f"is {show(parameters)}; it must be a JSON object")
     job_name = deepspeed.get("tensorboard", {}).get("job_name", "run")
     if not isinstance(job_name, str) or not job_name.strip():
         raise ConfigError("tensorboard.job_name", f"is {show(job_name)}; it must be a non-empty string")
@@ -191,13 +201,17 @@ def _read_engine(deepspeed: dict[str, Any]) -> EngineConfig:
     }
     values: dict[str, Any] = {}
     for name, path in json_paths.items():
-        value: Any = deepspeed
-        for key in path.split("."):
-            if not isinstance(value, dict):
-                raise ConfigError(path.split(".")[0], f"is {show(value)}; it must be a JSON object")
-            value = value.get(key, {} if key == "zero_optimization" else None)
+        key, _, inner = path.partition(".")
+        value = deepspeed.get(key, {}).get(inner) if inner else deepspeed.get(key)
         if value is not None:
             values[name] = value
+    try:
+        return EngineConfig(**values, precision=precision)
+    except ConfigError as error:
+        raise ConfigError(json_paths.get(error.path, error.path), error.problem) from None
+
+
+def _read_precision(deepspeed: dict[str, Any]) -> str:
     if "bfloat16" in deepspeed:
         raise ConfigError("bfloat16", 'is DeepSpeed\'s old name; write "bf16"')
     enabled = []
@@ -209,10 +223,7 @@ def _read_engine(deepspeed: dict[str, Any]) -> EngineConfig:
             enabled.append(precision)
     if len(enabled) == 2:
         raise ConfigError("fp16.enabled", "is true while bf16.enabled is true; enable one of them")
-    try:
-        return EngineConfig(**values, precision=enabled[0] if enabled else "fp32")
-    except ConfigError as error:
-        raise ConfigError(json_paths.get(error.path, error.path), error.problem) from None
+    return enabled[0] if enabled else "fp32"
 
 
 def _check_backend_precision(config: ModeConfig, engine: EngineConfig) -> None:

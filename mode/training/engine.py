@@ -8,6 +8,7 @@ import logging
 import os
 import resource
 import sys
+import traceback
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -28,7 +29,8 @@ from mode.config_file import RunConfig
 from mode.model.transformer import ModeTransformer
 from mode.moe.backends import PREFERENCE, choose_backend
 from mode.moe.parallel import ParallelMoELayer
-from mode.section import ConfigError, show
+from mode.section import ConfigError
+from mode.training.deepspeed_check import check_deepspeed_settings, reason
 from mode.training.local_ranks import free_port
 from mode.training.refusals import refuse_what_is_wrong
 from mode.training.watchdog import Watchdog
@@ -36,16 +38,6 @@ from mode.training.watchdog import Watchdog
 MONITORS = ("tensorboard", "csv_monitor", "wandb", "comet")
 TIMEOUT_MARGIN = 60  # seconds by which a collective's own limit is longer than the watchdog's, which tells more
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# DeepSpeed checks its settings by whatever exception comes first; all of these were seen for a wrong value.
-WRONG_SETTING = (
-    DeepSpeedConfigError,
-    ValueError,
-    TypeError,
-    AssertionError,
-    AttributeError,
-    KeyError,
-    NotImplementedError,
-)
 WARMUP_SHARE = 0.1  # of the steps, where the scheduler's warm-up is "auto"
 
 
@@ -78,10 +70,8 @@ def start_process_group(watchdog: Watchdog | None = None) -> None:
 
 
 def engine_settings(run: RunConfig, world_size: int) -> dict[str, Any]:
-    """DeepSpeed's part of the configuration with every "auto" filled in. Monitors are ours to write to."""
+    """DeepSpeed's part of the configuration, checked, with every "auto" filled in. Monitors are ours to write to."""
     settings = copy.deepcopy(run.deepspeed)
-    for name in MONITORS:
-        settings.pop(name, None)
     micro, accumulation = run.engine.batch_layout(world_size)
     settings["train_micro_batch_size_per_gpu"], settings["gradient_accumulation_steps"] = micro, accumulation
     settings["train_batch_size"] = micro * accumulation * world_size
@@ -93,7 +83,8 @@ def engine_settings(run: RunConfig, world_size: int) -> dict[str, Any]:
     for name, value in automatic.items():
         if scheduler.get(name) == "auto":
             scheduler[name] = value
-    return settings
+    check_deepspeed_settings(settings)
+    return {name: value for name, value in settings.items() if name not in MONITORS}
 
 
 def agreed_backend(run: RunConfig) -> tuple[str, str] | None:
@@ -143,17 +134,21 @@ def build_engine(run: RunConfig, model: ModeTransformer, world_size: int, univer
     settings = engine_settings(run, world_size)
     if universal:
         settings["checkpoint"] = {**settings.get("checkpoint", {}), "load_universal": True}
-    if not isinstance(settings.get("optimizer"), dict) or "type" not in settings["optimizer"]:
-        legal = 'a DeepSpeed optimizer section, such as {"type": "AdamW", "params": {"lr": 0.001}}'
-        raise ConfigError("optimizer", f"is {show(settings.get('optimizer'))}; it must be {legal}")
-    if str(settings["optimizer"]["type"]).lower() != "muon":
+    if settings["optimizer"]["type"].lower() != "muon":
         import_muon_uncompiled()
     try:
         engine, _, _, _ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=settings)
-    except WRONG_SETTING as error:
-        reason = " ".join(str(error).split())[:300] or type(error).__name__
-        raise ConfigError("deepspeed", f"DeepSpeed refused its part of the configuration: {reason}") from error
+    except (DeepSpeedConfigError, ValueError, AssertionError, NotImplementedError) as error:
+        if not refuses_a_setting(error):
+            raise
+        raise ConfigError("deepspeed", f"DeepSpeed refused its part of the configuration: {reason(error)}") from error
     return engine
+
+
+def refuses_a_setting(error: Exception) -> bool:
+    """Whether DeepSpeed raised it itself, with words. All else is a defect and keeps its traceback."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return bool(str(error)) and frame.f_globals["__name__"].startswith("deepspeed.")
 
 
 def import_muon_uncompiled() -> None:
