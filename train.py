@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 from mode.host import keep_freed_memory, share_the_cores
+from mode.tooling import add_set_option
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
@@ -37,13 +38,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         help="auto: continue from the newest whole checkpoint of the output directory, if there is one (default); "
         "never: start afresh, replacing what is there; PATH: a checkpoint, or another run's directory",
     )
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="PATH=VALUE",
-        help="override any value of the JSON by its dotted path, for example --set mode.train.steps=20; repeatable",
-    )
+    add_set_option(parser)
     parser.add_argument(
         "--dry_run", action="store_true", help="print the resolved config, the plan and the layout; exit"
     )

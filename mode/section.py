@@ -20,7 +20,11 @@ from typing import Any, Self, cast
 MAX_INTEGER = 2**53  # the largest range in which a JSON number is an exact integer everywhere
 
 
-class ConfigError(ValueError):
+class InputError(ValueError):
+    """Something that the user gave is wrong: the message says what it is, and what to do."""
+
+
+class ConfigError(InputError):
     """A setting is wrong. `path` is where in the JSON, `problem` what is wrong and what is legal."""
 
     def __init__(self, path: str, problem: str, file: str = "") -> None:
