@@ -22,9 +22,9 @@ from mode.setting_names import check_name, check_names
 class EngineConfig(Section):
     """What accounting and the trainer need to know of DeepSpeed's own settings."""
 
-    micro_batch_size: int | None = integer(None, null=True)
-    accumulation_steps: int | None = integer(None, null=True)
-    train_batch_size: int | None = integer(None, null=True)
+    micro_batch_size: int | None = integer(None, null=True, high=2**24)
+    accumulation_steps: int | None = integer(None, null=True, high=2**24)
+    train_batch_size: int | None = integer(None, null=True, high=2**24)
     zero_stage: int = integer(0, low=0, high=3)
     gradient_clipping: float = number(0.0, at_least=0)
     precision: str = choice("fp32", of=("fp32", "bf16", "fp16"))

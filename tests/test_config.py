@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from mode.config import ModeConfig
-from mode.config_file import load_config, load_run_config, run_config_from_dict
+from mode.config_file import load_config, load_run_config, read_json, run_config_from_dict
 from mode.section import ConfigError
 
 GOOD = {
@@ -94,6 +94,10 @@ WRONG = [
     ("mode.model.width", 32.0, "mode.model.width", ["32.0", "whole number"]),
     ("mode.model.width", True, "mode.model.width", ["true", "whole number"]),
     ("mode.model.width", None, "mode.model.width", ["null", "whole number"]),
+    ("mode.model.width", 2**40, "mode.model.width", ["1099511627776", "at most 1048576"]),
+    ("mode.model.sequence_length", 2**50, "mode.model.sequence_length", ["1125899906842624", "at most 1048576"]),
+    ("mode.model.vocab_size", 2**53, "mode.model.vocab_size", ["at most 16777216"]),
+    ("mode.experts.width", 2**40, "mode.experts.width", ["at most 16777216"]),
     ("mode.model.width", 10**400, "mode.model.width", ["whole number"]),
     ("mode.model.num_heads", 5, "mode.model.num_heads", ["5", "divide width = 32"]),
     ("mode.model.num_heads", 32, "mode.model.num_heads", ["even"]),
@@ -236,6 +240,24 @@ def test_a_file_that_is_not_a_configuration_says_so(tmp_path, text, words):
     with pytest.raises(ConfigError) as caught:
         load_config(path)
     assert str(caught.value).startswith(str(path)) and words in str(caught.value)
+
+
+def test_a_file_of_twenty_thousand_keys_is_read_in_one_pass(tmp_path):
+    keys = [f"key {number}" for number in range(20_000)]
+    path = tmp_path / "many.json"
+    path.write_text(json.dumps(dict.fromkeys(keys, 1)))
+    assert list(read_json(path)) == keys
+    path.write_text(json.dumps(dict.fromkeys(keys, 1))[:-1] + ', "key 7": 2}')
+    with pytest.raises(ConfigError, match="key 7: stands twice"):
+        read_json(path)
+
+
+def test_a_setting_given_by_set_is_not_nested_too_deeply(tmp_path):
+    path = tmp_path / "good.json"
+    path.write_text(json.dumps(GOOD))
+    for setting in ("mode.a" + ".a" * 900 + "=1", "pipeline=" + "[" * 900 + "]" * 900):
+        with pytest.raises(ConfigError, match="nested too deeply; it may have 50 levels"):
+            load_run_config(path, [setting])
 
 
 def test_a_file_that_is_missing_or_not_text_says_so(tmp_path):

@@ -114,14 +114,32 @@ def agreed_backend(run: RunConfig) -> tuple[str, str] | None:
 
 def build_model(config: ModeConfig) -> ModeTransformer:
     """The model with this rank's experts only."""
+    ep_size = 1 if config.experts is None else config.experts.ep_size
+    _check_memory(config, ep_size)
     if config.experts is None:
         return ModeTransformer(config)
-    ep_size, world_size = config.experts.ep_size, distributed.get_world_size()
+    world_size = distributed.get_world_size()
     if world_size % ep_size:
         raise ConfigError(
             "mode.experts.ep_size", f"is {ep_size}, which does not divide the {world_size} ranks; use a divisor"
         )
     return ModeTransformer(config, partial(ParallelMoELayer, ep_rank=distributed.get_rank() % ep_size))
+
+
+def _check_memory(config: ModeConfig, ep_size: int) -> None:
+    """Refuses a model whose weights alone, built in float32 on the host, are more than the machine's memory."""
+    experts = accounting.num_expert_parameters(config)
+    parameters = accounting.num_parameters(config) - experts + experts // ep_size
+    needed, there = (
+        accounting.ELEMENT_SIZE["fp32"] * parameters,
+        os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+    )
+    if needed > there:
+        raise ConfigError(
+            "mode.model",
+            f"has {parameters:,} parameters on a rank, {needed / 1e9:,.1f} GB in float32, but the machine has "
+            f"{there / 1e9:,.1f} GB; make it smaller, or mode.experts.ep_size larger (see tools/plan.py)",
+        )
 
 
 def build_engine(run: RunConfig, model: ModeTransformer, world_size: int, universal: bool = False) -> Any:

@@ -184,6 +184,7 @@ def test_dry_run_prints_the_resolved_config_and_the_plan_and_writes_nothing(tiny
             ['optimizer={"type": "ASGD"}'],
             "deepspeed: DeepSpeed refused its part of the configuration: You are using an untested ZeRO Optimizer",
         ),
+        (["mode.model.width=1048576"], "GB in float32, but the machine has"),
         (["steps=20"], 'tiny.json: steps: unknown key, which DeepSpeed would ignore; did you mean "mode.train.steps"?'),
         (["gradient_clipping=abc"], 'gradient_clipping: is "abc"; it must be a number at least 0'),
         (["tensorboard=true"], "tensorboard: is true; it must be a JSON object"),
