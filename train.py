@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 from mode.host import keep_freed_memory, share_the_cores
+from mode.tooling import add_set_option
 from mode.training.stop_signal import EXIT_INTERRUPTED, StopSignal, ignore_stop_signals
 
 
@@ -38,13 +39,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         help="auto: continue from the newest whole checkpoint of the output directory, if there is one (default); "
         "never: start afresh, replacing what is there; PATH: a checkpoint, or another run's directory",
     )
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="PATH=VALUE",
-        help="override any value of the JSON by its dotted path, such as --set mode.train.stop_after=20; repeatable",
-    )
+    add_set_option(parser)
     parser.add_argument(
         "--extend",
         action="store_true",
@@ -63,16 +58,13 @@ def main(command_line: list[str] | None = None) -> int:
     stop_signal = StopSignal()
     share_the_cores()
     keep_freed_memory()
-    from mode.config_file import override, read_json, run_config_from_dict
+    from mode.config_file import load_run_config
     from mode.section import ConfigError
 
     try:
-        document = read_json(arguments.deepspeed_config)
-        for setting in arguments.set:
-            override(document, setting)
-        run = run_config_from_dict(document)
+        run = load_run_config(arguments.deepspeed_config, arguments.set)
     except ConfigError as error:
-        return fail(str(error.in_file(arguments.deepspeed_config)), 2)
+        return fail(str(error), 2)
 
     from mode.data import DamagedCache, DataError, prepare_data
     from mode.training import stops
@@ -86,9 +78,10 @@ def main(command_line: list[str] | None = None) -> int:
     job_name = run.deepspeed.get("tensorboard", {}).get("job_name") or Path(arguments.deepspeed_config).stem
     run_dir = Path(arguments.output_dir or Path("runs") / job_name)
     try:
+        settings = engine_settings(run, world_size)  # refuses wrong ones before the data are prepared
         if arguments.dry_run:
             if rank == 0:
-                resolved = {**engine_settings(run, world_size), "mode": run.mode.to_dict()}
+                resolved = {**settings, "mode": run.mode.to_dict()}
                 print(json.dumps(resolved, indent=2) + "\n\n" + plan_table(run, world_size))
             return 0
         data = prepare_data(run.mode, quiet=rank != 0)

@@ -10,6 +10,8 @@ import math
 from pathlib import Path
 from typing import Any
 
+from mode.section import InputError
+
 METRICS, EVENTS = "metrics.jsonl", "events.out.tfevents.*"
 EXPORTED = "model.safetensors"  # what `tools/export.py` writes, and a run does not
 POSITION = ("step", "tokens", "flops")  # every logged step has them, beside its values
@@ -22,7 +24,7 @@ FEWEST_GFLOPS = 100  # event files know whole GFLOPs: below this they are off by
 Row = dict[str, float]
 
 
-class RunError(ValueError):
+class RunError(InputError):
     """A directory holds no run that can be read. The message names it, says why and what to do."""
 
     def __init__(self, directory: str | Path, problem: str) -> None:

@@ -168,6 +168,7 @@ def main(command_line: list[str] | None = None) -> int:
     from comparing.tables import render
 
     from mode.runs import RunError
+    from mode.tooling import EXIT_IO
 
     try:
         found, variants = report(options)
@@ -185,7 +186,7 @@ def main(command_line: list[str] | None = None) -> int:
         return 2
     except OSError as error:
         print(f"error: reading or writing failed: {error}", file=sys.stderr)
-        return 2
+        return EXIT_IO
     print(json.dumps(found, indent=2) if options.json else render(found, options.markdown))
     for warning in found["warnings"] if options.json else []:
         print(f"warning: {warning}", file=sys.stderr)

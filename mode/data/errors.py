@@ -1,7 +1,9 @@
 """The errors for data that cannot be used. They know nothing of where data comes from."""
 
+from mode.section import InputError
 
-class DataError(ValueError):
+
+class DataError(InputError):
     """The user's data is wrong or out of reach. One line that names the file and what to do."""
 
 

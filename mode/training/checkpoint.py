@@ -79,14 +79,21 @@ def save_checkpoint(
     except (OSError, RuntimeError) as error:
         if lost_a_rank(error):
             raise  # nothing is deleted: rank 0 may be past its last collective and about to complete this very folder
+        reason = _reason(error, folder)
         shutil.rmtree(incomplete, ignore_errors=True)
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise SaveFailed(
             f"the checkpoint of step {step} could not be written to {folder}: {reason}. The one before it is "
             "untouched; make room and resume"
         ) from error
     distributed.barrier()
     return final
+
+
+def _reason(error: Exception, folder: Path) -> str:
+    """Why a file was not written. torch's writer says "unexpected pos 1024 vs 918" where the disk took only a part."""
+    if "unexpected pos" in str(error) or "PytorchStreamWriter failed writing" in str(error):
+        return f"no space: the disk took only a part of a file ({shutil.disk_usage(folder).free / 1e9:.2f} GB are free)"
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:

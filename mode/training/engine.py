@@ -9,6 +9,7 @@ import logging
 import os
 import resource
 import sys
+import traceback
 import warnings
 from collections.abc import Iterator
 from datetime import timedelta
@@ -31,7 +32,8 @@ from mode.config_file import RunConfig
 from mode.model.transformer import ModeTransformer
 from mode.moe.backends import PREFERENCE, choose_backend
 from mode.moe.parallel import ParallelMoELayer
-from mode.section import ConfigError, show
+from mode.section import ConfigError
+from mode.training.deepspeed_check import check_deepspeed_settings, reason
 from mode.training.local_ranks import free_port
 from mode.training.refusals import refuse_what_is_wrong
 from mode.training.watchdog import Watchdog, lost_a_rank
@@ -40,16 +42,6 @@ MONITORS = ("tensorboard", "csv_monitor", "wandb", "comet")
 # Of a collective, where there is a watchdog: it ends a rank that waits in vain, and a slow save may keep one for hours.
 WATCHED_TIMEOUT = timedelta(days=1)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# DeepSpeed checks its settings by whatever exception comes first; all of these were seen for a wrong value.
-WRONG_SETTING = (
-    DeepSpeedConfigError,
-    ValueError,
-    TypeError,
-    AssertionError,
-    AttributeError,
-    KeyError,
-    NotImplementedError,
-)
 WARMUP_SHARE = 0.1  # of the steps, where the scheduler's warm-up is "auto"
 
 
@@ -98,10 +90,8 @@ def process_group(watchdog: Watchdog) -> Iterator[None]:
 
 
 def engine_settings(run: RunConfig, world_size: int) -> dict[str, Any]:
-    """DeepSpeed's part of the configuration with every "auto" filled in. Monitors are ours to write to."""
+    """DeepSpeed's part of the configuration, checked, with every "auto" filled in. Monitors are ours to write to."""
     settings = copy.deepcopy(run.deepspeed)
-    for name in MONITORS:
-        settings.pop(name, None)
     micro, accumulation = run.engine.batch_layout(world_size)
     settings["train_micro_batch_size_per_gpu"], settings["gradient_accumulation_steps"] = micro, accumulation
     settings["train_batch_size"] = micro * accumulation * world_size
@@ -113,7 +103,8 @@ def engine_settings(run: RunConfig, world_size: int) -> dict[str, Any]:
     for name, value in automatic.items():
         if scheduler.get(name) == "auto":
             scheduler[name] = value
-    return settings
+    check_deepspeed_settings(settings)
+    return {name: value for name, value in settings.items() if name not in MONITORS}
 
 
 def agreed_backend(run: RunConfig) -> tuple[str, str] | None:
@@ -143,14 +134,32 @@ def agreed_backend(run: RunConfig) -> tuple[str, str] | None:
 
 def build_model(config: ModeConfig) -> ModeTransformer:
     """The model with this rank's experts only."""
+    ep_size = 1 if config.experts is None else config.experts.ep_size
+    _check_memory(config, ep_size)
     if config.experts is None:
         return ModeTransformer(config)
-    ep_size, world_size = config.experts.ep_size, distributed.get_world_size()
+    world_size = distributed.get_world_size()
     if world_size % ep_size:
         raise ConfigError(
             "mode.experts.ep_size", f"is {ep_size}, which does not divide the {world_size} ranks; use a divisor"
         )
     return ModeTransformer(config, partial(ParallelMoELayer, ep_rank=distributed.get_rank() % ep_size))
+
+
+def _check_memory(config: ModeConfig, ep_size: int) -> None:
+    """Refuses a model whose weights alone, built in float32 on the host, are more than the machine's memory."""
+    experts = accounting.num_expert_parameters(config)
+    parameters = accounting.num_parameters(config) - experts + experts // ep_size
+    needed, there = (
+        accounting.ELEMENT_SIZE["fp32"] * parameters,
+        os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+    )
+    if needed > there:
+        raise ConfigError(
+            "mode.model",
+            f"has {parameters:,} parameters on a rank, {needed / 1e9:,.1f} GB in float32, but the machine has "
+            f"{there / 1e9:,.1f} GB; make it smaller, or mode.experts.ep_size larger (see tools/plan.py)",
+        )
 
 
 def build_engine(run: RunConfig, model: ModeTransformer, world_size: int, universal: bool = False) -> Any:
@@ -163,17 +172,21 @@ def build_engine(run: RunConfig, model: ModeTransformer, world_size: int, univer
     settings = engine_settings(run, world_size)
     if universal:
         settings["checkpoint"] = {**settings.get("checkpoint", {}), "load_universal": True}
-    if not isinstance(settings.get("optimizer"), dict) or "type" not in settings["optimizer"]:
-        legal = 'a DeepSpeed optimizer section, such as {"type": "AdamW", "params": {"lr": 0.001}}'
-        raise ConfigError("optimizer", f"is {show(settings.get('optimizer'))}; it must be {legal}")
-    if str(settings["optimizer"]["type"]).lower() != "muon":
+    if settings["optimizer"]["type"].lower() != "muon":
         import_muon_uncompiled()
     try:
         engine, _, _, _ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=settings)
-    except WRONG_SETTING as error:
-        reason = " ".join(str(error).split())[:300] or type(error).__name__
-        raise ConfigError("deepspeed", f"DeepSpeed refused its part of the configuration: {reason}") from error
+    except (DeepSpeedConfigError, ValueError, AssertionError, NotImplementedError) as error:
+        if not refuses_a_setting(error):
+            raise
+        raise ConfigError("deepspeed", f"DeepSpeed refused its part of the configuration: {reason(error)}") from error
     return engine
+
+
+def refuses_a_setting(error: Exception) -> bool:
+    """Whether DeepSpeed raised it itself, with words. All else is a defect and keeps its traceback."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return bool(str(error)) and frame.f_globals["__name__"].startswith("deepspeed.")
 
 
 def import_muon_uncompiled() -> None:

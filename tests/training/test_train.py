@@ -202,7 +202,13 @@ def test_dry_run_prints_the_resolved_config_and_the_plan_and_writes_nothing(tiny
         (["mode.model.sequence_length=1000000"], "sequence"),
         (["optimizer=null"], "optimizer: is null; it must be a JSON object"),
         (["optimizer={}"], "optimizer: is {}; it must be a DeepSpeed optimizer section"),
-        (["optimizer.type=Foo"], "DeepSpeed refused its part of the configuration"),
+        (["optimizer.type=Foo"], 'optimizer.type: is "Foo"; it must be one of adagrad, adam'),
+        (
+            ['optimizer={"type": "ASGD"}'],
+            "deepspeed: DeepSpeed refused its part of the configuration: You are using an untested ZeRO Optimizer",
+        ),
+        (["mode.model.width=1048576"], "GB in float32, but the machine has"),
+        (["steps=20"], 'tiny.json: steps: unknown key, which DeepSpeed would ignore; did you mean "mode.train.steps"?'),
         (["gradient_clipping=abc"], 'gradient_clipping: is "abc"; it must be a number at least 0'),
         (["tensorboard=true"], "tensorboard: is true; it must be a JSON object"),
         (["scheduler=null"], "scheduler: is null; it must be a JSON object"),
@@ -222,6 +228,23 @@ def test_a_wrong_setting_is_one_clear_line(tiny, tmp_path, settings, words):
     )
     assert words in output
     assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def break_the_model() -> None:
+    from mode.model.transformer import ModeTransformer
+
+    def broken(model: object, *arguments: object) -> None:
+        raise TypeError("a defect of the model")
+
+    ModeTransformer.to = broken
+
+
+def test_a_defect_met_by_deepspeed_is_no_wrong_setting_and_keeps_its_traceback(tiny, tmp_path):
+    arguments = ["--deepspeed_config", str(tiny), "--output_dir", str(tmp_path / "run")]
+    job = launch.start(arguments, tmp_path / "log", before=break_the_model)
+    assert job.wait() == [1]
+    assert "Traceback" in job.output() and "in broken" in job.output() and "in initialize" in job.output()
+    assert "refused its part of the configuration" not in job.output()
 
 
 def test_equal_flops_budgets_give_runs_of_equal_flops(tiny, tmp_path):

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from mode.tooling import positive_integer, positive_number, whole_number
+from mode.tooling import add_set_option, exit_code, positive_integer, positive_number, whole_number
 
 if TYPE_CHECKING:
     from comparing.tables import Table
@@ -43,9 +43,7 @@ def add_shared_options(parser: argparse.ArgumentParser, picture: str) -> None:
         help="values a setting takes in turn, in every configuration or in NAME alone (its file's name; several with "
         "commas); given again, all combinations",
     )
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="PATH=VALUE", help="a setting of all members; repeatable"
-    )
+    add_set_option(parser, "; in all members")
     parser.add_argument(
         "--seeds", nargs="+", type=whole_number, metavar="N", help="a member for each (default: mode.seed of the files)"
     )
@@ -93,32 +91,33 @@ def conduct(
     draw: Callable[[Results, Report, argparse.Namespace, str], None],
     picture: str,
 ) -> int:
-    """Exit code 0; 1 when a member failed; 2 for wrong usage; 75 when interrupted."""
+    """Exit code 0; 1 when a member failed; 75 when interrupted; 2 and 4 as of `exit_code`."""
+    return exit_code(lambda: _conduct(options, plan, report, draw, picture))
+
+
+def _conduct(
+    options: argparse.Namespace,
+    plan: Callable[[argparse.Namespace], list[Member]],
+    report: Callable[[Results, argparse.Namespace], Report],
+    draw: Callable[[Results, Report, argparse.Namespace, str], None],
+    picture: str,
+) -> int:
     from experiments.members import missed_budgets, unequal_flops
     from experiments.results import gather
     from experiments.running import INTERRUPTED
-    from mode.runs import RunError
-    from mode.section import ConfigError
 
-    try:
-        members = _members(options, plan)
-        warnings = [*missed_budgets(members, options.world_size), *unequal_flops(members)]
-        outcomes, interrupted = _outcomes(options, members, warnings)
-        if options.plan:
-            _print_plan(outcomes, options)
-            return 0
-        results = gather(outcomes, warnings)
-        found = report(results, options)
-        written = _draw(options, results, found, draw, picture)
-        if options.write:
-            near = None if written is None else os.path.relpath(written, Path(options.write).parent)
-            Path(options.write).write_text(render(results, found, near, markdown=True) + "\n", encoding="utf-8")
-    except (ConfigError, RunError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"error: reading or writing failed: {error}", file=sys.stderr)
-        return 2
+    members = _members(options, plan)
+    warnings = [*missed_budgets(members, options.world_size), *unequal_flops(members)]
+    outcomes, interrupted = _outcomes(options, members, warnings)
+    if options.plan:
+        _print_plan(outcomes, options)
+        return 0
+    results = gather(outcomes, warnings)
+    found = report(results, options)
+    written = _draw(options, results, found, draw, picture)
+    if options.write:
+        near = None if written is None else os.path.relpath(written, Path(options.write).parent)
+        Path(options.write).write_text(render(results, found, near, markdown=True) + "\n", encoding="utf-8")
     figures = {**results.to_dict(), **found.figures, "plot": written}
     print(json.dumps(figures, indent=2) if options.json else render(results, found, written, markdown=False))
     states = {outcome.state for outcome in outcomes}
