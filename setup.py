@@ -25,6 +25,7 @@ setup(
         "filelock",
         "huggingface_hub",
         "tqdm",
+        "pillow>=10.1",  # labels of any size without a font file
     ],
     extras_require={
         "plots": ["matplotlib>=3.8"],

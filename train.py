@@ -14,6 +14,8 @@ import sys
 from pathlib import Path
 
 from mode.host import keep_freed_memory, share_the_cores
+from mode.tooling import add_set_option
+from mode.training.stop_signal import EXIT_INTERRUPTED, StopSignal, ignore_stop_signals
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
@@ -37,12 +39,12 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         help="auto: continue from the newest whole checkpoint of the output directory, if there is one (default); "
         "never: start afresh, replacing what is there; PATH: a checkpoint, or another run's directory",
     )
+    add_set_option(parser)
     parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="PATH=VALUE",
-        help="override any value of the JSON by its dotted path, for example --set mode.train.steps=20; repeatable",
+        "--extend",
+        action="store_true",
+        help="go on with a run whose length, optimizer settings or schedule are no longer those it was saved with: "
+        "schedules are planned anew, and the run keeps a record of it",
     )
     parser.add_argument(
         "--dry_run", action="store_true", help="print the resolved config, the plan and the layout; exit"
@@ -53,23 +55,21 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 def main(command_line: list[str] | None = None) -> int:
     arguments = parse_arguments(command_line)
+    stop_signal = StopSignal()
     share_the_cores()
     keep_freed_memory()
-    from mode.config_file import override, read_json, run_config_from_dict
+    from mode.config_file import load_run_config
     from mode.section import ConfigError
 
     try:
-        document = read_json(arguments.deepspeed_config)
-        for setting in arguments.set:
-            override(document, setting)
-        run = run_config_from_dict(document)
+        run = load_run_config(arguments.deepspeed_config, arguments.set)
     except ConfigError as error:
-        return fail(str(error.in_file(arguments.deepspeed_config)), 2)
+        return fail(str(error), 2)
 
-    from mode.data import DataError, prepare_data
+    from mode.data import DamagedCache, DataError, prepare_data
     from mode.training import stops
     from mode.training.console import plan_table
-    from mode.training.engine import engine_settings, start_process_group
+    from mode.training.engine import engine_settings, process_group
     from mode.training.trainer import Trainer
     from mode.training.watchdog import Watchdog
 
@@ -78,16 +78,19 @@ def main(command_line: list[str] | None = None) -> int:
     job_name = run.deepspeed.get("tensorboard", {}).get("job_name") or Path(arguments.deepspeed_config).stem
     run_dir = Path(arguments.output_dir or Path("runs") / job_name)
     try:
+        settings = engine_settings(run, world_size)  # refuses wrong ones before the data are prepared
         if arguments.dry_run:
             if rank == 0:
-                resolved = {**engine_settings(run, world_size), "mode": run.mode.to_dict()}
+                resolved = {**settings, "mode": run.mode.to_dict()}
                 print(json.dumps(resolved, indent=2) + "\n\n" + plan_table(run, world_size))
             return 0
         data = prepare_data(run.mode, quiet=rank != 0)
         limit = run.mode.train.watchdog_seconds if world_size > 1 else None  # alone, a rank waits for nobody
-        with Watchdog(limit, rank) as watchdog:
-            start_process_group(watchdog)
-            summary = Trainer(run, data, run_dir, arguments.resume, watchdog).train()
+        stop_signal.defer()
+        with Watchdog(limit, rank) as watchdog, process_group(watchdog):
+            interrupted = Trainer(run, data, run_dir, arguments.resume, watchdog, stop_signal, arguments.extend).train()
+    except DamagedCache as error:  # found by the rank that read it, in the middle of the run
+        return fail(f"rank {rank}: {error}", stops.EXIT_SAVE_FAILED, every_rank=True)
     except (ConfigError, DataError) as error:
         return fail(str(error), stops.EXIT_BAD_INPUT)
     except stops.NotFinite as error:
@@ -96,8 +99,7 @@ def main(command_line: list[str] | None = None) -> int:
         return fail(f"rank {rank}: {error}", stops.EXIT_SAVE_FAILED, every_rank=True)
     except OSError as error:
         return fail(f"rank {rank}: reading or writing failed: {error}", stops.EXIT_SAVE_FAILED, every_rank=True)
-    planned = run.mode.train.stop_after is not None and summary.step >= run.mode.train.stop_after
-    return 0 if summary.finished or planned else stops.EXIT_INTERRUPTED
+    return EXIT_INTERRUPTED if interrupted or stop_signal.received else 0
 
 
 def fail(message: str, code: int, every_rank: bool = False) -> int:
@@ -108,4 +110,6 @@ def fail(message: str, code: int, every_rank: bool = False) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_code = main()
+    ignore_stop_signals()
+    sys.exit(exit_code)

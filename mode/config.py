@@ -24,19 +24,21 @@ def exact(value: float | Fraction) -> Fraction:
 
 
 ROUNDING = Fraction(1, 10**12)  # a share such as 1/3 cannot be written exactly
+# Beyond any model: what is larger is a slip, and would end in torch's overflow or in hours of counting.
+MOST_WIDE, MOST_TOKENS, MOST_ROWS = 2**20, 2**20, 2**24
 
 
 @dataclass(frozen=True)
 class ModelConfig(Section):
     """The transformer itself, without its routing."""
 
-    vocab_size: int = integer(low=2)
+    vocab_size: int = integer(low=2, high=MOST_ROWS)
     num_layers: int = integer(high=10_000)
-    width: int = integer(low=2)
+    width: int = integer(low=2, high=MOST_WIDE)
     num_heads: int = integer()
     num_kv_heads: int = integer()
-    ffn_width: int = integer()  # of the dense feed-forward; unused where `experts` is set
-    sequence_length: int = integer(low=2)
+    ffn_width: int = integer(high=MOST_ROWS)  # of the dense feed-forward; unused where `experts` is set
+    sequence_length: int = integer(low=2, high=MOST_TOKENS)
     rope_theta: float = number(10_000.0, above=0)
     norm_eps: float = number(1e-5, above=0)
     qkv_bias: bool = flag(False)  # with it a head of every block begins by looking at the previous token
@@ -91,7 +93,7 @@ class ExpertsConfig(Section):
 
     num_experts: int = integer(high=100_000)
     top_k: int = integer()
-    width: int = integer()
+    width: int = integer(high=MOST_ROWS)
     num_no_ops: int = integer(0, low=0, high=100_000)
     no_op_fraction: float = number(0.0, at_least=0, below=1)
     capacity_factor: float | None = number(None, above=0, at_most=1e6, null=True)
@@ -146,7 +148,7 @@ class ExpertsConfig(Section):
 class PredictorConfig(Section):
     """A small MLP that learns, behind a stop-gradient, which tokens top-k will keep."""
 
-    width: int = integer(64)
+    width: int = integer(64, high=MOST_ROWS)
     weight: float = number(0.01, above=0)
 
 
@@ -227,7 +229,7 @@ class DepthConfig(Section):
 
 @dataclass(frozen=True)
 class FilesConfig(Section):
-    """Local text: txt, jsonl, json, csv or parquet files, named by paths or globs."""
+    """Local text: txt, md, jsonl, json, csv or parquet files, also as gz, named by paths, folders or globs."""
 
     paths: tuple[str, ...] = texts()
     text_column: str = text("text")

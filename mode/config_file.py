@@ -5,25 +5,26 @@ Reads and splits the file, and checks what must hold between the two halves. Sta
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 from mode.config import RUN_LENGTHS, ModeConfig, exact
+from mode.deepspeed_settings import SETTINGS
 from mode.section import ConfigError, Section, choice, integer, number, show
+from mode.setting_names import check_name, check_names
 
 
 @dataclass(frozen=True)
 class EngineConfig(Section):
     """What accounting and the trainer need to know of DeepSpeed's own settings."""
 
-    micro_batch_size: int | None = integer(None, null=True)
-    accumulation_steps: int | None = integer(None, null=True)
-    train_batch_size: int | None = integer(None, null=True)
+    micro_batch_size: int | None = integer(None, null=True, high=2**24)
+    accumulation_steps: int | None = integer(None, null=True, high=2**24)
+    train_batch_size: int | None = integer(None, null=True, high=2**24)
     zero_stage: int = integer(0, low=0, high=3)
     gradient_clipping: float = number(0.0, at_least=0)
     precision: str = choice("fp32", of=("fp32", "bf16", "fp16"))
@@ -71,59 +72,7 @@ class RunConfig:
     deepspeed: dict[str, Any]
 
 
-# Top-level keys of DeepSpeed's JSON. DeepSpeed ignores a key it does not know without a word, so a
-# key that is unknown here and close to one of these is taken for a slip of the pen.
-DEEPSPEED_KEYS = (
-    "train_batch_size",
-    "train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps",
-    "optimizer",
-    "scheduler",
-    "fp16",
-    "bf16",
-    "zero_optimization",
-    "gradient_clipping",
-    "prescale_gradients",
-    "gradient_predivide_factor",
-    "sparse_gradients",
-    "steps_per_print",
-    "wall_clock_breakdown",
-    "dump_state",
-    "tensorboard",
-    "csv_monitor",
-    "wandb",
-    "comet",
-    "flops_profiler",
-    "activation_checkpointing",
-    "comms_logger",
-    "communication_data_type",
-    "zero_allow_untested_optimizer",
-    "seed",
-    "checkpoint",
-    "data_types",
-    "elasticity",
-    "autotuning",
-    "aio",
-    "amp",
-    "torch_autocast",
-    "compile",
-    "managed_gradient_accumulation",
-    "gradient_allreduce_op",
-    "disable_allgather",
-    "disable_python_gc",
-    "dataloader_drop_last",
-    "log_level",
-    "use_data_before_expert_parallelism",
-    "zero_force_ds_cpu_optimizer",
-    "pipeline",
-    "hybrid_engine",
-    "curriculum_learning",
-    "data_efficiency",
-    "compression_training",
-    "memory_breakdown",
-    "nebula",
-    "checkpoint_writer",
-)
+MAX_NESTING = 50  # levels of JSON; what copies or prints a document goes down one call or more for each
 
 
 def load_config(path: str | Path) -> ModeConfig:
@@ -131,10 +80,13 @@ def load_config(path: str | Path) -> ModeConfig:
     return load_run_config(path).mode
 
 
-def load_run_config(path: str | Path) -> RunConfig:
-    """A whole DeepSpeed JSON file, or `ConfigError`."""
+def load_run_config(path: str | Path, settings: Iterable[str] = ()) -> RunConfig:
+    """A whole DeepSpeed JSON file with `settings`, such as "mode.train.steps=20", put in place; or `ConfigError`."""
     try:
-        return run_config_from_dict(read_json(path))
+        document = read_json(path)
+        for setting in settings:
+            override(document, setting)
+        return run_config_from_dict(document)
     except ConfigError as error:
         raise error.in_file(str(path)) from None
 
@@ -143,13 +95,15 @@ def read_json(path: str | Path) -> Any:
     """A JSON file in which every key stands once. `ConfigError` says what is wrong with it."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        for index, (key, _) in enumerate(pairs):
-            if key in dict(pairs[:index]):
+        found: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in found:
                 raise ConfigError(key, "stands twice in one JSON object; keep one of the two")
-        return dict(pairs)
+            found[key] = value
+        return found
 
     try:
-        return json.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=unique)
+        document = json.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=unique)
     except OSError as error:
         raise ConfigError("file", f"cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
@@ -158,10 +112,23 @@ def read_json(path: str | Path) -> Any:
         raise ConfigError(
             "file", f"is not valid JSON: line {error.lineno}, column {error.colno}: {error.msg}"
         ) from None
-    except (RecursionError, ValueError) as error:
+    except RecursionError:
+        raise ConfigError("file", f"is nested too deeply; it may have {MAX_NESTING} levels") from None
+    except ValueError as error:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError("file", f"is not usable JSON: {error}") from None
+    _check_nesting(document)
+    return document
+
+
+def _check_nesting(document: Any) -> None:
+    level = [document]
+    for _ in range(MAX_NESTING):
+        inner = [value for value in level if isinstance(value, dict | list)]
+        level = [value for each in inner for value in (each.values() if isinstance(each, dict) else each)]
+    if any(isinstance(value, dict | list) for value in level):
+        raise ConfigError("file", f"is nested too deeply; it may have {MAX_NESTING} levels")
 
 
 def override(document: Any, setting: str) -> None:
@@ -170,6 +137,8 @@ def override(document: Any, setting: str) -> None:
     keys = path.split(".")
     if not equals or not all(keys):
         raise ConfigError("--set", f"is {show(setting)}; it must look like mode.train.steps=20")
+    if isinstance(document, dict):
+        check_name(tuple(keys), document)
     try:
         value = json.loads(written)
     except (ValueError, RecursionError):
@@ -190,12 +159,12 @@ def run_config_from_dict(document: Any) -> RunConfig:
     """The parsed JSON file, split into our section and DeepSpeed's settings, both checked."""
     if not isinstance(document, dict):
         raise ConfigError("file", f"is {show(document)}; it must be a JSON object")
-    for key in document:
-        _check_top_level(str(key))
-    if not isinstance(document.get("mode"), dict):
-        raise ConfigError(
-            "mode", f"is {show(document.get('mode'))}; it must be a JSON object: the section for this model"
-        )
+    _check_nesting(document)
+    check_names(document)
+    if "mode" not in document:
+        raise ConfigError("mode", 'the section is missing; add the JSON object "mode" with model, data and train')
+    if not isinstance(document["mode"], dict):
+        raise ConfigError("mode", f"is {show(document['mode'])}; it must be a JSON object: the section for this model")
     try:
         config = ModeConfig.from_dict(document["mode"])
     except ConfigError as error:
@@ -207,25 +176,19 @@ def run_config_from_dict(document: Any) -> RunConfig:
     return RunConfig(config, engine, deepspeed)
 
 
-def _check_top_level(key: str) -> None:
-    """DeepSpeed ignores a key it does not know without a word, so a slip of the pen must be an error here.
-
-    A key that resembles nothing is let through: a newer DeepSpeed may know it.
-    """
-    if key in ("mode", *DEEPSPEED_KEYS):
-        return
-    if key in {field.name for field in dataclasses.fields(ModeConfig)}:
-        raise ConfigError(key, 'stands beside "mode", where nobody reads it; move it into the "mode" section')
-    near = difflib.get_close_matches(key.lower(), ["mode", *DEEPSPEED_KEYS], n=1, cutoff=0.75)
-    if near or not key.strip():
-        meant = f'; did you mean "{near[0]}"?' if near else ""
-        raise ConfigError(key or '""', f"unknown key, which DeepSpeed would ignore{meant}")
-
-
 def _read_engine(deepspeed: dict[str, Any]) -> EngineConfig:
-    for name in ("optimizer", "scheduler", "tensorboard", "csv_monitor", "wandb", "comet"):
-        if not isinstance(deepspeed.get(name, {}), dict):
-            raise ConfigError(name, f"is {show(deepspeed[name])}; it must be a JSON object, or be left out")
+    precision = _read_precision(deepspeed)
+    for name, value in deepspeed.items():
+        if SETTINGS[name] and not isinstance(value, dict):
+            raise ConfigError(name, f"is {show(value)}; it must be a JSON object, or be left out")
+    for name in ("optimizer", "scheduler"):
+        kind, parameters = (
+            deepspeed.get(name, {}).get(key, default) for key, default in (("type", ""), ("params", {}))
+        )
+        if not isinstance(kind, str):
+            raise ConfigError(f"{name}.type", f"is {show(kind)}; it must be a string")
+        if not isinstance(parameters, dict):
+            raise ConfigError(f"{name}.params", f"is {show(parameters)}; it must be a JSON object")
     job_name = deepspeed.get("tensorboard", {}).get("job_name", "run")
     if not isinstance(job_name, str) or not job_name.strip():
         raise ConfigError("tensorboard.job_name", f"is {show(job_name)}; it must be a non-empty string")
@@ -238,28 +201,29 @@ def _read_engine(deepspeed: dict[str, Any]) -> EngineConfig:
     }
     values: dict[str, Any] = {}
     for name, path in json_paths.items():
-        value: Any = deepspeed
-        for key in path.split("."):
-            if not isinstance(value, dict):
-                raise ConfigError(path.split(".")[0], f"is {show(value)}; it must be a JSON object")
-            value = value.get(key, {} if key == "zero_optimization" else None)
+        key, _, inner = path.partition(".")
+        value = deepspeed.get(key, {}).get(inner) if inner else deepspeed.get(key)
         if value is not None:
             values[name] = value
+    try:
+        return EngineConfig(**values, precision=precision)
+    except ConfigError as error:
+        raise ConfigError(json_paths.get(error.path, error.path), error.problem) from None
+
+
+def _read_precision(deepspeed: dict[str, Any]) -> str:
     if "bfloat16" in deepspeed:
         raise ConfigError("bfloat16", 'is DeepSpeed\'s old name; write "bf16"')
     enabled = []
     for precision in ("bf16", "fp16"):
         part = deepspeed.get(precision, {})
-        if not isinstance(part, dict) or not isinstance(part.get("enabled", False), bool) or "enable" in part:
+        if not isinstance(part, dict) or not isinstance(part.get("enabled", False), bool):
             raise ConfigError(precision, f'is {show(part)}; it must be a JSON object with "enabled": true or false')
         if part.get("enabled", False):
             enabled.append(precision)
     if len(enabled) == 2:
         raise ConfigError("fp16.enabled", "is true while bf16.enabled is true; enable one of them")
-    try:
-        return EngineConfig(**values, precision=enabled[0] if enabled else "fp32")
-    except ConfigError as error:
-        raise ConfigError(json_paths.get(error.path, error.path), error.problem) from None
+    return enabled[0] if enabled else "fp32"
 
 
 def _check_backend_precision(config: ModeConfig, engine: EngineConfig) -> None:

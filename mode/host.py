@@ -11,6 +11,13 @@ M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
 NEVER = -1  # as a threshold; the largest number, an int, would give back a free end of the heap of more than 2 GB
 
 
+def num_cores() -> int:
+    """Cores that this process may use, or all of the machine where the system does not say (macOS)."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def share_the_cores() -> None:
     """Threads = cores / ranks on this machine, unless the user chose. Must come before torch is imported.
 
@@ -19,7 +26,7 @@ def share_the_cores() -> None:
     """
     told = os.environ.get("LOCAL_SIZE", "")
     ranks = max(1, int(told)) if told.isdecimal() else 1
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // ranks)))
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 

@@ -10,17 +10,21 @@ import math
 from pathlib import Path
 from typing import Any
 
+from mode.section import InputError
+
 METRICS, EVENTS = "metrics.jsonl", "events.out.tfevents.*"
 EXPORTED = "model.safetensors"  # what `tools/export.py` writes, and a run does not
 POSITION = ("step", "tokens", "flops")  # every logged step has them, beside its values
-BY_TOKENS, BY_FLOPS = "loss_by_tokens/", "loss_by_flops/"  # tags whose x axis is tokens or training GFLOPs
+EXTENSIONS = "extensions.json"  # where and how the plan of a run became another (train.py --extend), if it did
+# Tags whose x axis is tokens, training GFLOPs or seconds of training.
+BY_TOKENS, BY_FLOPS, BY_TIME = "loss_by_tokens/", "loss_by_flops/", "loss_by_time/"
 GIGA = 10**9
 FEWEST_GFLOPS = 100  # event files know whole GFLOPs: below this they are off by more than 1 %
 
 Row = dict[str, float]
 
 
-class RunError(ValueError):
+class RunError(InputError):
     """A directory holds no run that can be read. The message names it, says why and what to do."""
 
     def __init__(self, directory: str | Path, problem: str) -> None:
@@ -29,7 +33,7 @@ class RunError(ValueError):
 
 
 def read_metrics(directory: Path) -> tuple[list[Row], list[str]]:
-    """The rows of `metrics.jsonl` by step, and what is worth knowing about the file."""
+    """The rows of `metrics.jsonl` by step, and what is worth knowing about the file. A null is a value not finite."""
     lines = (directory / METRICS).read_text(encoding="utf-8", errors="replace").splitlines()
     rows: dict[float, Row] = {}
     for number, line in enumerate(lines, start=1):
@@ -44,13 +48,13 @@ def read_metrics(directory: Path) -> tuple[list[Row], list[str]]:
                 directory, f"line {number} of {METRICS} is damaged: {line[:40]!r}; resume the run or restore the file"
             ) from None
         _check_row(directory, number, row)
-        rows[row["step"]] = row
+        rows[row["step"]] = {tag: math.nan if value is None else value for tag, value in row.items()}
     return _ordered(rows), []
 
 
 def _check_row(directory: Path, number: int, row: Any) -> None:
     known = isinstance(row, dict) and all(_is_number(row.get(name)) and row[name] > 0 for name in POSITION)
-    if not known or not all(_is_number(value) for value in row.values()):
+    if not known or not all(value is None or _is_number(value) for value in row.values()):
         raise RunError(
             directory,
             f"line {number} of {METRICS} is not a logged step with {', '.join(POSITION)} and numbers; another version "
@@ -65,7 +69,8 @@ def _is_number(value: Any) -> bool:
 def read_events(directory: Path) -> tuple[list[Row], list[str]]:
     """The rows as TensorBoard has them: values in float32, FLOPs in whole GFLOPs.
 
-    The events of one logged step stand together, so those by tokens and GFLOPs belong to the step before them.
+    The events of one logged step stand together, so those by tokens and GFLOPs belong to the step before them. Those by
+    time tell nothing more: the seconds of a step are logged at full precision.
     """
     from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
     from tensorboard.compat.proto.event_pb2 import Event
@@ -77,6 +82,8 @@ def read_events(directory: Path) -> tuple[list[Row], list[str]]:
             event = Event.FromString(record)
             for value in event.summary.value:
                 if value.WhichOneof("value") != "simple_value":
+                    continue
+                if value.tag.startswith(BY_TIME):
                     continue
                 if value.tag.startswith(BY_TOKENS):
                     rows.setdefault(step, {"step": step})["tokens"] = event.step

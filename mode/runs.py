@@ -30,12 +30,15 @@ from numpy.typing import NDArray
 from mode import __version__, accounting
 from mode.config import ModeConfig
 from mode.config_file import RunConfig, load_run_config
-from mode.run_files import EVENTS, EXPORTED, METRICS, Row, read_events, read_metrics
+from mode.run_files import EVENTS, EXPORTED, EXTENSIONS, METRICS, Row, read_events, read_metrics
 from mode.run_files import RunError as RunError
-from mode.section import ConfigError
+from mode.section import ConfigError, show
 
 AXES = ("steps", "tokens", "flops", "seconds")
 TOP_K, CAUSAL = "loss/val", "loss/val_causal"
+COUNTED = (
+    "loss/counted"  # a copy of the one of the two that counts, so that TensorBoard can lay all runs over each other
+)
 
 # What may differ between runs of one variant: seeds, names and directories, and what a run keeps of itself.
 NOT_THE_VARIANT = re.compile(
@@ -79,6 +82,7 @@ class Run:
     tokenizer: str | None  # a digest of its files
     from_events: bool
     notes: list[str]
+    extensions: list[dict[str, Any]]  # {"step", "changes"}: where its plan became another (train.py --extend)
 
     @property
     def config(self) -> ModeConfig:
@@ -179,6 +183,8 @@ def read_run(directory: str | Path) -> Run:
     rows_missing = _rows_missing(rows, settings.mode.train.log_every)
     if rows_missing:
         notes.append("rows are left out between the logged steps: training time is estimated from the median step")
+    extensions = _extensions(folder)
+    notes += [describe_extension(extension) for extension in extensions]
     return Run(
         directory=folder,
         settings=settings,
@@ -189,6 +195,7 @@ def read_run(directory: str | Path) -> Run:
         tokenizer=_digest(folder / "tokenizer"),
         from_events=not has_metrics,
         notes=notes,
+        extensions=extensions,
     )
 
 
@@ -272,6 +279,22 @@ def _corpus(folder: Path) -> dict[str, Any] | None:
     return None
 
 
+def _extensions(folder: Path) -> list[dict[str, Any]]:
+    try:
+        listed = json.loads((folder / EXTENSIONS).read_text(encoding="utf-8"))
+        return [{"step": int(one["step"]), "changes": dict(one["changes"])} for one in listed]
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, TypeError, KeyError):
+        raise RunError(folder, f"{EXTENSIONS} cannot be read; resume the run, which writes it anew") from None
+
+
+def describe_extension(extension: dict[str, Any]) -> str:
+    """One entry of `Run.extensions` in words."""
+    changes = (f"{path} from {show(then)} to {show(now)}" for path, (then, now) in extension["changes"].items())
+    return f"extended at step {extension['step']}, its schedules planned anew: {', '.join(changes)}"
+
+
 def _digest(tokenizer: Path) -> str | None:
     files = [tokenizer / name for name in ("tokenizer.json", "tokenizer_config.json")]
     if not all(file.is_file() for file in files):
@@ -344,14 +367,18 @@ def differences(variants: Sequence[Variant]) -> dict[str, dict[str, Any]]:
 
 
 def _differ(runs: dict[str, Run]) -> dict[str, dict[str, Any]]:
-    trees = {name: {**run.settings.deepspeed, "mode": run.config.to_dict()} for name, run in runs.items()}
+    trees = {
+        name: {**run.settings.deepspeed, "mode": run.config.to_dict(), "extended": run.extensions or None}
+        for name, run in runs.items()
+    }
     return {path: values for path, values in tree_differences(trees) if not NOT_THE_VARIANT.fullmatch(path)}
 
 
 def tree_differences(trees: dict[str, Any], prefix: str = "") -> Iterable[tuple[str, dict[str, Any]]]:
     """(dotted path, {name: value}) of the settings in which named trees of JSON values differ."""
     if not all(isinstance(tree, dict) for tree in trees.values()):
-        if len({json.dumps(tree, sort_keys=True) for tree in trees.values()}) > 1:
+        first, *others = trees.values()
+        if any(other != first for other in others):
             yield prefix, trees
         return
     names = list(dict.fromkeys(name for tree in trees.values() for name in tree))

@@ -13,14 +13,18 @@ import dataclasses
 import difflib
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self, cast
 
 MAX_INTEGER = 2**53  # the largest range in which a JSON number is an exact integer everywhere
 
 
-class ConfigError(ValueError):
+class InputError(ValueError):
+    """Something that the user gave is wrong: the message says what it is, and what to do."""
+
+
+class ConfigError(InputError):
     """A setting is wrong. `path` is where in the JSON, `problem` what is wrong and what is legal."""
 
     def __init__(self, path: str, problem: str, file: str = "") -> None:
@@ -147,13 +151,14 @@ def text(default: Any = dataclasses.MISSING, *, null: bool = False) -> Any:
 
 def texts(default: Any = dataclasses.MISSING) -> Any:
     def accept(value: Any) -> tuple[str, ...]:
-        if isinstance(value, str) or not isinstance(value, list | tuple) or not value:
+        value = (value,) if isinstance(value, str) else value
+        if not isinstance(value, list | tuple) or not value:
             raise _Illegal
         if not all(isinstance(item, str) and item.strip() for item in value):
             raise _Illegal
         return tuple(value)
 
-    return _field(Rule("a non-empty list of strings", accept), default)
+    return _field(Rule("a non-empty string, or a non-empty list of them", accept), default)
 
 
 def flag(default: Any = dataclasses.MISSING) -> Any:
@@ -197,7 +202,7 @@ class Section:
         fields = {field.name: field for field in dataclasses.fields(cls)}
         for key in values:
             if key not in fields:
-                raise ConfigError(str(key), f"unknown key; {_nearest(str(key), list(fields))}")
+                raise ConfigError(str(key), f"unknown key; {nearest(str(key), list(fields))}")
         for name, field in fields.items():
             if name not in values and field.default is dataclasses.MISSING:
                 raise ConfigError(name, f"is missing; it must be {field.metadata['rule'].legal}")
@@ -208,7 +213,8 @@ class Section:
         return cast(dict[str, Any], json.loads(json.dumps(dataclasses.asdict(self))))
 
 
-def _nearest(key: str, names: list[str]) -> str:
+def nearest(key: str, names: Sequence[str]) -> str:
+    """The valid names in words, the one spelt like `key` first."""
     near = difflib.get_close_matches(key, names, n=1)
     known = ", ".join(sorted(names))
     return f'did you mean "{near[0]}"? Valid keys: {known}' if near else f"valid keys: {known}"

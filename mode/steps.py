@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-from torch import distributed, nn
+from torch import Tensor, distributed, nn
 
 from mode.depth.layer import DepthRouted
 from mode.moe.router import ExpertRouter
@@ -30,14 +30,14 @@ def after_step(model: nn.Module, records: RoutingRecords | Iterable[RoutingRecor
 
 
 def _move_biases(modules: dict[str, nn.Module], records: list[LayerRecord]) -> None:
-    layers = {
-        name: module.router
-        for name, module in modules.items()
-        if isinstance(getattr(module, "router", None), ExpertRouter) and module.router.bias_J is not None
-    }
+    layers: dict[str, ExpertRouter] = {}
+    counts: dict[str, Tensor] = {}
+    for name, module in modules.items():
+        router = getattr(module, "router", None)
+        if isinstance(router, ExpertRouter) and router.bias_J is not None:
+            layers[name], counts[name] = router, torch.zeros_like(router.bias_J, dtype=torch.float64)
     if not layers:
         return
-    counts = {name: torch.zeros_like(router.bias_J, dtype=torch.float64) for name, router in layers.items()}
     for record in records:
         if record.name in layers and isinstance(record.routing, ExpertRouting):
             counts[record.name] += record.routing.choice_counts_J()

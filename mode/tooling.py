@@ -1,4 +1,4 @@
-"""What command-line tools share: numbers as arguments, and the end: figures as text or JSON, or one line of error."""
+"""What command-line tools share: arguments, exit codes, and the end: figures as text or JSON, or one line of error."""
 
 from __future__ import annotations
 
@@ -10,6 +10,10 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+
+from mode.section import InputError
+
+EXIT_BAD_INPUT, EXIT_IO = 2, 4  # as those of train.py
 
 
 def whole_number(text: str, least: int = 0) -> int:
@@ -32,21 +36,69 @@ def positive_number(text: str) -> float:
     return value
 
 
-def print_figures(make: Callable[[], dict[str, Any]], render: Callable[[dict[str, Any]], str], as_json: bool) -> int:
-    """The exit code: 0, 2 for wrong input, 4 where reading or writing failed."""
-    from mode.data import DataError
-    from mode.section import ConfigError
+def add_device(parser: argparse.ArgumentParser) -> None:
+    """The option --device; `choose_device` says which one is meant where it is not given."""
+    parser.add_argument(
+        "--device", help="what runs the model, such as cpu (default: cuda where there is one, else cpu)"
+    )
 
+
+def choose_device(given: str | None) -> str:
+    import torch
+
+    return given or ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def add_set_option(parser: argparse.ArgumentParser, where: str = "") -> None:
+    """`--set`, for every command that takes a configuration file; `load_run_config` puts the settings in place."""
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="PATH=VALUE",
+        help="override any value of the JSON by its dotted path, such as --set mode.train.stop_after=20; repeatable"
+        + where,
+    )
+
+
+def exit_code(work: Callable[[], int]) -> int:
+    """What `work` returns; 2 for wrong input and 4 where reading or writing failed, with one line of error."""
     try:
-        figures = make()
-    except (ConfigError, DataError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        code = work()
+        sys.stdout.flush()  # what cannot be written is to be known here
+    except InputError as error:
+        complain(str(error))
+        return EXIT_BAD_INPUT
     except OSError as error:
-        print(f"error: reading or writing failed: {error}", file=sys.stderr)
-        return 4
-    print(json.dumps(figures, indent=2) if as_json else render(figures))
-    return 0
+        _discard_output()
+        if not isinstance(error, BrokenPipeError):  # else nobody is left to read
+            complain(f"reading or writing failed: {error}")
+        return EXIT_IO
+    return code
+
+
+def complain(message: str) -> None:
+    """One line on stderr, whatever line breaks a file name or a JSON key brings along."""
+    print("error: " + " ".join(message.splitlines()), file=sys.stderr)
+
+
+def _discard_output() -> None:
+    """Sends what stdout still holds, if it cannot be written, nowhere: Python would try again at exit and complain."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def print_figures(make: Callable[[], dict[str, Any]], render: Callable[[dict[str, Any]], str], as_json: bool) -> int:
+    """Prints what `make` gives. The exit code: see `exit_code`."""
+
+    def work() -> int:
+        figures = make()
+        print(json.dumps(figures, indent=2) if as_json else render(figures))
+        return 0
+
+    return exit_code(work)
 
 
 @contextmanager

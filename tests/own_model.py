@@ -22,13 +22,13 @@ class OwnBlock(nn.Module):
     def __init__(self, layer: int, **experts: Any) -> None:
         super().__init__()
         self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
-        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
         self.moe = mode.MoE(WIDTH, num_experts=4, k=2, layer=layer, **experts)
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
-        normed = self.norms[0](x)
-        future = positions.unsqueeze(2) < positions.unsqueeze(1)  # [rows, tokens, tokens]
-        x = x + self.attention(normed, normed, normed, attn_mask=future.repeat_interleave(2, 0), need_weights=False)[0]
+        heads = self.qkv(self.norms[0](x)).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)  # q, k, v of two heads
+        seen = positions[:, None, :, None] >= positions[:, None, None, :]
+        x = x + self.out(F.scaled_dot_product_attention(*heads, attn_mask=seen).transpose(1, 2).flatten(2))
         return x + self.moe(self.norms[1](x))[0]
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from mode.config import ModeConfig
-from mode.config_file import load_config, load_run_config, run_config_from_dict
+from mode.config_file import load_config, load_run_config, read_json, run_config_from_dict
 from mode.section import ConfigError
 
 GOOD = {
@@ -83,7 +83,8 @@ def test_a_config_round_trips_through_json():
 
 # (path changed, value, the path the error names, words it must hold)
 WRONG = [
-    ("mode", ..., "mode", ["null", "JSON object"]),
+    ("mode", ..., "mode", ["section is missing", "JSON object"]),
+    ("mode", None, "mode", ["null", "JSON object"]),
     ("mode", [], "mode", ["[]", "JSON object"]),
     ("mode.modle", {}, "mode.modle", ["unknown key", 'did you mean "model"']),
     ("mode.model", ..., "mode.model", ["missing"]),
@@ -93,6 +94,10 @@ WRONG = [
     ("mode.model.width", 32.0, "mode.model.width", ["32.0", "whole number"]),
     ("mode.model.width", True, "mode.model.width", ["true", "whole number"]),
     ("mode.model.width", None, "mode.model.width", ["null", "whole number"]),
+    ("mode.model.width", 2**40, "mode.model.width", ["1099511627776", "at most 1048576"]),
+    ("mode.model.sequence_length", 2**50, "mode.model.sequence_length", ["1125899906842624", "at most 1048576"]),
+    ("mode.model.vocab_size", 2**53, "mode.model.vocab_size", ["at most 16777216"]),
+    ("mode.experts.width", 2**40, "mode.experts.width", ["at most 16777216"]),
     ("mode.model.width", 10**400, "mode.model.width", ["whole number"]),
     ("mode.model.num_heads", 5, "mode.model.num_heads", ["5", "divide width = 32"]),
     ("mode.model.num_heads", 32, "mode.model.num_heads", ["even"]),
@@ -141,17 +146,17 @@ WRONG = [
     ("mode.depth.enabled", False, "mode.depth.enabled", ["unknown key"]),
     ("mode.data.files", None, "mode.data.files", ["must be set when source"]),
     ("mode.data.files.paths", [], "mode.data.files.paths", ["non-empty list"]),
-    ("mode.data.files.paths", "a.txt", "mode.data.files.paths", ["list of strings"]),
+    ("mode.data.files.paths", " ", "mode.data.files.paths", ["a non-empty string, or a non-empty list of them"]),
     ("mode.data.tokenizer", "pretrained", "mode.data.pretrained", ["must name a tokenizer"]),
     ("mode.train.tokens", 5, "mode.train.steps", ["exactly one", "steps and tokens"]),
     ("mode.train.steps", None, "mode.train.steps", ["exactly one", "none given"]),
     ("mode.seed", -1, "mode.seed", ["-1", "at least 0"]),
     ("mode.description", "", "mode.description", ["non-empty string"]),
-    ("depth", {}, "depth", ['into the "mode" section']),
+    ("depth", {}, "depth", ['did you mean "mode.depth"']),
     ("MODE", {}, "MODE", ['did you mean "mode"']),
     ("", 1, '""', ["unknown key"]),
     ("bfloat16", {"enabled": True}, "bfloat16", ['write "bf16"']),
-    ("bf16", {"enable": True}, "bf16", ['"enabled"']),
+    ("bf16", {"enable": True}, "bf16.enable", ["unknown key", 'did you mean "enabled"']),
     ("managed_gradient_accumulation", True, None, []),
     (
         "mode.experts",
@@ -223,7 +228,9 @@ def test_a_batch_that_does_not_divide_is_refused_with_the_numbers():
         ('{"mode": }', "not valid JSON: line 1, column 10"),
         ("[1]", "must be a JSON object"),
         ('{"mode": {}, "mode": {}}', "mode: stands twice"),
-        ("[" * 100_000, "not usable JSON"),
+        ("[" * 100_000, "nested too deeply"),
+        ('{"a":' * 900 + "1" + "}" * 900, "nested too deeply"),
+        ('{"mode": ' + "[" * 60 + "]" * 60 + "}", "nested too deeply"),
         ("1" * 10_000, "not usable JSON"),
     ],
 )
@@ -233,6 +240,24 @@ def test_a_file_that_is_not_a_configuration_says_so(tmp_path, text, words):
     with pytest.raises(ConfigError) as caught:
         load_config(path)
     assert str(caught.value).startswith(str(path)) and words in str(caught.value)
+
+
+def test_a_file_of_twenty_thousand_keys_is_read_in_one_pass(tmp_path):
+    keys = [f"key {number}" for number in range(20_000)]
+    path = tmp_path / "many.json"
+    path.write_text(json.dumps(dict.fromkeys(keys, 1)))
+    assert list(read_json(path)) == keys
+    path.write_text(json.dumps(dict.fromkeys(keys, 1))[:-1] + ', "key 7": 2}')
+    with pytest.raises(ConfigError, match="key 7: stands twice"):
+        read_json(path)
+
+
+def test_a_setting_given_by_set_is_not_nested_too_deeply(tmp_path):
+    path = tmp_path / "good.json"
+    path.write_text(json.dumps(GOOD))
+    for setting in ("mode.a" + ".a" * 900 + "=1", "pipeline=" + "[" * 900 + "]" * 900):
+        with pytest.raises(ConfigError, match="nested too deeply; it may have 50 levels"):
+            load_run_config(path, [setting])
 
 
 def test_a_file_that_is_missing_or_not_text_says_so(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -14,10 +15,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from mode.config import ModeConfig
-from mode.data.tokenizer import byte_tokenizer, train_bpe
+from mode.data.errors import DataError
+from mode.data.tokenizer import Tokenizer, byte_tokenizer, train_bpe
 from mode.section import ConfigError
 from mode.transformer.model import ModeTransformer
-from mode.transformer.pretrained import check_same_model, read_config, save_pretrained
+from mode.transformer.pretrained import FILES, check_same_model, read_config, save_pretrained
 from tests.helpers import NO_OPS, make_config, spread_weights
 
 ROOT = Path(__file__).parent.parent
@@ -121,6 +123,23 @@ def change_tensors(folder: Path, **changes: torch.Tensor | None) -> None:
     save_file({name: t for name, t in tensors.items() if t is not None}, folder / "model.safetensors")
 
 
+def write_raw(folder: Path, changes: dict[str, tuple[str, list[int], bytes]]) -> None:
+    """Replaces tensors by a type that torch cannot save."""
+    header: dict[str, object] = {}
+    data = b""
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        kind, shape, content = changes.get(name) or ("F32", list(tensor.shape), tensor.numpy().tobytes())
+        header[name] = {"dtype": kind, "shape": shape, "data_offsets": [len(data), len(data) + len(content)]}
+        data += content
+    text = json.dumps(header).encode()
+    (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + data)
+
+
+def endless(file: Path) -> None:
+    file.unlink()
+    file.symlink_to("/dev/zero")
+
+
 DAMAGE = {
     "no weights": (lambda f: (f / "model.safetensors").unlink(), "model.safetensors: is missing; name a folder"),
     "no tokenizer": (lambda f: (f / "tokenizer.json").unlink(), "tokenizer.json: is missing"),
@@ -150,7 +169,21 @@ DAMAGE = {
     ),
     "type": (
         lambda f: change_tensors(f, norm__weight=torch.ones(16, dtype=torch.int64)),
-        "norm.weight: holds torch.int64, not floating-point numbers",
+        "norm.weight: holds I64; it must be one of F64, F32, BF16, F16",
+    ),
+    "8 bits": (
+        lambda f: change_tensors(f, norm__weight=torch.ones(16).to(torch.float8_e4m3fn)),
+        "norm.weight: holds F8_E4M3; it must be one of",
+    ),
+    "4 bits": (
+        lambda f: write_raw(f, {"norm.weight": ("F4", [16], bytes(8))}),
+        "norm.weight: holds F4; it must be one of",
+    ),
+    "endless weights": (lambda f: endless(f / "model.safetensors"), "model.safetensors: is missing"),
+    "endless configuration": (lambda f: endless(f / "config.json"), "config.json: is missing"),
+    "long header": (
+        lambda f: (f / "model.safetensors").write_bytes((2**63).to_bytes(8, "little") + b"{}"),
+        "model.safetensors: file: cannot be read: ",
     ),
 }
 
@@ -163,6 +196,32 @@ def test_a_damaged_folder_is_refused_naming_the_file_and_the_fix(tmp_path, kind)
     with pytest.raises(ConfigError) as caught:
         ModeTransformer.from_pretrained(folder)
     assert words in str(caught.value) and str(folder) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "injure",
+    (
+        lambda f: endless(f / "tokenizer.json"),
+        lambda f: endless(f / "tokenizer_config.json"),
+        lambda f: (f / "tokenizer_config.json").write_text("[" * 100_000),
+    ),
+    ids=("endless tokenizer", "endless settings", "deep settings"),
+)
+def test_a_damaged_tokenizer_is_refused_naming_the_file(tmp_path, injure):
+    folder = write(tmp_path, make_model())
+    injure(folder)
+    with pytest.raises(DataError, match=r"tokenizer(_config)?\.json: cannot be read as a"):
+        Tokenizer.load(folder)
+
+
+@pytest.mark.parametrize(("umask", "mode"), ((0o022, 0o644), (0o007, 0o660), (0o077, 0o600)), ids=oct)
+def test_all_files_of_an_export_may_be_read_by_whom_the_umask_allows(tmp_path, umask, mode):
+    before = os.umask(umask)
+    try:
+        folder = write(tmp_path, make_model())
+    finally:
+        os.umask(before)
+    assert {path.name: path.stat().st_mode & 0o777 for path in folder.iterdir()} == dict.fromkeys(FILES, mode)
 
 
 def changed(config: ModeConfig, path: str, value: object) -> ModeConfig:

@@ -50,3 +50,7 @@ def test_ranks_share_the_cores_unless_the_user_chose() -> None:
     assert run(CORES, LOCAL_SIZE=str(cores)) == "1 10000"
     assert run(CORES, LOCAL_SIZE="0") == run(CORES, LOCAL_SIZE="") == f"{cores} 10000"
     assert run(CORES, OMP_NUM_THREADS="3", OMP_WAIT_POLICY="PASSIVE") == "3 None"
+
+
+def test_ranks_share_the_cores_where_the_system_tells_no_affinity_as_macos() -> None:
+    assert run(f"import os\ndel os.sched_getaffinity\n{CORES}") == f"{os.cpu_count()} 10000"

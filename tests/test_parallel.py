@@ -47,7 +47,7 @@ LAYERS: dict[str, tuple[dict[str, Any], list[int], list[float] | None]] = {
 def whole_and_part(name: str) -> tuple[LocalMoE, MoE, list[Tensor]]:
     """The plain layer, the same one with this rank's experts only, and the tokens of every rank."""
     settings, sizes, bias = LAYERS[name]
-    world_size, rank = distributed.get_world_size(), distributed.get_rank()
+    world_size = distributed.get_world_size()
     config = ExpertsConfig.from_dict(EXPERTS | settings | {"ep_size": world_size})
     whole = spread_weights(LocalMoE(WIDTH, config=config)).double()
     part = MoE(WIDTH, config=config).double()

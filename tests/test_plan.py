@@ -282,7 +282,7 @@ def assert_one_line_error(done: subprocess.CompletedProcess[str], *words: str) -
     assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr.count("\n") == 1
-    assert done.stderr.startswith("plan.py: error: ")
+    assert done.stderr.startswith("error: ")
     for word in words:
         assert word in done.stderr
 
@@ -344,7 +344,7 @@ def test_a_reader_that_goes_away_causes_no_traceback() -> None:
         done = subprocess.run(
             command, cwd=ROOT, stdout=output, stderr=subprocess.PIPE, text=True, env=environment, timeout=60
         )
-    assert (done.returncode, done.stderr) == (2, "")
+    assert (done.returncode, done.stderr) == (4, "")
 
 
 def test_help_names_every_option() -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import subprocess
+import sys
 from pathlib import Path
-
-import torch
 
 from mode.config import ModeConfig
 from mode.section import Section
@@ -54,8 +54,11 @@ def test_the_table_of_settings_names_every_setting():
     assert not missing
 
 
-def test_the_python_example_runs():
-    code = blocks("python")[0].replace("ds_configs", str(ROOT / "ds_configs"))
-    names: dict[str, object] = {"input_ids": torch.zeros(1, 8, dtype=torch.int64)}
-    exec(code, names)
-    assert names["out"].loss.isfinite()
+def test_the_python_examples_run_in_a_new_interpreter():
+    model, sampling, *_ = blocks("python")
+    assert "mode.generation.stream" in sampling
+    fresh = "import mode; mode.generation.stream"  # before anything else can have imported it
+    given = "import torch; input_ids = padded = torch.zeros(1, 8, dtype=torch.int64); lengths = torch.tensor([8])"
+    tokenizer = "from mode.data.tokenizer import byte_tokenizer; tokenizer = byte_tokenizer()"
+    code = "\n".join((fresh, given, model, "assert out.loss.isfinite()", tokenizer, sampling))
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

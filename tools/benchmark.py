@@ -35,7 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     share_the_cores()  # as training does, and before torch is imported
     keep_freed_memory()
-    from mode.tooling import output_for_figures_alone, whole_number
+    from mode.tooling import EXIT_IO, output_for_figures_alone, whole_number
 
     with output_for_figures_alone():
         from benchmarks import decode, dispatch, layer, memory, profile, step
@@ -80,7 +80,7 @@ def main(arguments: list[str] | None = None) -> int:
             profile.draw(figures, options.plot)
     except OSError as error:  # what was measured is printed above
         print(f"error: {error}; name another --write or --plot", file=sys.stderr)
-        return 2
+        return EXIT_IO
     return 0
 
 

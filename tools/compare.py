@@ -10,6 +10,9 @@ loss that counts is the validation loss, and of depth-routed models the causal o
 the future. Between evaluations the loss is interpolated, linearly in the logarithm of the axis; beyond them there is no
 number. Training time is the sum of the logged step times: no pause, no evaluation, no saving.
 
+"better" and "worse", in the report and for --assert_better, need comparable runs that are equally far through their
+schedules and a difference outside the seeds' spread, or with one seed one of at least --by; else there is no verdict.
+
 Exit codes: 0, also when an assertion holds; 1 when one fails; 2 for wrong usage, or runs that cannot be compared.
 """
 
@@ -56,13 +59,14 @@ def build_parser() -> argparse.ArgumentParser:
         "--assert_better",
         nargs=2,
         metavar=("A", "B"),
-        help="fail unless A's counted loss is below B's, by at least --by; each a variant's label or a run directory",
+        help="fail unless the verdict on A against B is better, and by at least --by; each a variant's label or a run "
+        "directory",
     )
     parser.add_argument(
         "--by",
         type=float,
         metavar="SHARE",
-        help="for --assert_better: a share, 0.01 is 1 %% (default: 0)",
+        help="for --assert_better: a share, 0.01 is 1 %%; needed where there is one seed and so no spread (default: 0)",
     )
     return parser
 
@@ -143,7 +147,7 @@ def report(options: argparse.Namespace) -> tuple[dict[str, Any], list[Variant]]:
     baseline = (
         find_variant(options.baseline, variants, "--baseline") if options.baseline else default_baseline(variants)
     )
-    found = figures.compare(variants, baseline, axis, options.points)
+    found = figures.compare(variants, baseline, axis, options.points, options.by or 0.0)
     found["warnings"] += warnings
     found["assertions"] = []
     if options.assert_equal:
@@ -164,6 +168,7 @@ def main(command_line: list[str] | None = None) -> int:
     from comparing.tables import render
 
     from mode.runs import RunError
+    from mode.tooling import EXIT_IO
 
     try:
         found, variants = report(options)
@@ -181,7 +186,7 @@ def main(command_line: list[str] | None = None) -> int:
         return 2
     except OSError as error:
         print(f"error: reading or writing failed: {error}", file=sys.stderr)
-        return 2
+        return EXIT_IO
     print(json.dumps(found, indent=2) if options.json else render(found, options.markdown))
     for warning in found["warnings"] if options.json else []:
         print(f"warning: {warning}", file=sys.stderr)

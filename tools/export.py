@@ -5,8 +5,8 @@
 
 The folder holds model.safetensors, config.json and the tokenizer. ModeTransformer.from_pretrained loads it and
 unpickles nothing; a run starts from it with --set mode.train.init_from=FOLDER. Checkpoints of every ZeRO stage,
-number of ranks and expert-parallel size are read, by one process. The checkpoint itself is a pickle: export only
-what you trust.
+number of ranks and expert-parallel size are read, by one process. The checkpoint itself is a pickle: it is read so
+that no code in it runs.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ def export(arguments: argparse.Namespace) -> dict[str, Any]:
     """Does it, and returns the figures to print."""
     import torch
 
+    from mode.host import num_cores
     from mode.section import ConfigError
     from mode.training.checkpoint import step_of
     from mode.training.consolidate import config_of, full_weights
@@ -57,7 +58,7 @@ def export(arguments: argparse.Namespace) -> dict[str, Any]:
             raise ConfigError("checkpoint", f"{missing} is missing; name a checkpoint inside its run directory")
     config = config_of(checkpoint)
     output.parent.mkdir(parents=True, exist_ok=True)
-    workers = min(4, len(os.sched_getaffinity(0)))
+    workers = min(4, num_cores())
     weights = full_weights(checkpoint, scratch=output.parent, workers=workers)
     with torch.device("meta"):
         model = ModeTransformer(config).to(DTYPES[arguments.dtype])  # knows what stays float32
@@ -67,6 +68,7 @@ def export(arguments: argparse.Namespace) -> dict[str, Any]:
     evaluated, loss = validation_loss(run_dir, step)
     return {
         "output": arguments.output,
+        "model": run_dir.name,
         "description": config.description,
         "checkpoint": str(checkpoint),
         "step": step,
@@ -99,7 +101,7 @@ def render(figures: dict[str, Any]) -> str:
     when = "" if evaluated == figures["step"] else f"  (at step {evaluated})"
     return table(
         [
-            ("model", figures["description"]),
+            ("model", figures["model"]),
             ("checkpoint", figures["checkpoint"]),
             ("step", f"{figures['step']:,}"),
             ("parameters", f"{figures['parameters']:,}"),

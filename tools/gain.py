@@ -30,7 +30,7 @@ KINDS = {"token": "the token", "entropy": "the entropy of the smaller one's pred
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
-    from mode.tooling import positive_integer, positive_number
+    from mode.tooling import add_device, positive_integer, positive_number
 
     parser = argparse.ArgumentParser(
         prog="gain.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -47,7 +47,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--sequences", type=positive_integer, default=256, metavar="N", help="held out (default: 256)")
     parser.add_argument("--batch_size", type=positive_integer, default=8, metavar="N", help="at a time (default: 8)")
-    parser.add_argument("--device", default="cpu", help="what the models run on, such as cuda (default: cpu)")
+    add_device(parser)
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     return parser.parse_args(arguments)
 
@@ -57,15 +57,17 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     import torch
 
     from mode.section import ConfigError
+    from mode.tooling import choose_device
     from mode.training.load import load_with_text
 
     if max(arguments.capacities) > 1:
         raise ConfigError("--capacities", f"has {max(arguments.capacities):g}; a share is at most 1")
     paths = {"smaller": arguments.smaller, "larger": arguments.larger}
-    found = {name: load_with_text(Path(path), None, device=arguments.device) for name, path in paths.items()}
+    device = choose_device(arguments.device)
+    found = {name: load_with_text(Path(path), None, device=device) for name, path in paths.items()}
     _check_same_text(*(data for _, data in found.values()))
     passes = {
-        name: predict(loaded.model, data, arguments.sequences, arguments.batch_size, arguments.device)
+        name: predict(loaded.model, data, arguments.sequences, arguments.batch_size, device)
         for name, (loaded, data) in found.items()
     }
     ids_BL, smaller_BL, entropy_BL = passes["smaller"]
@@ -97,7 +99,7 @@ def _check_same_text(smaller: PackedData, larger: PackedData) -> None:
     from mode.section import ConfigError
 
     if not smaller.tokenizer.same_as(larger.tokenizer) or not np.array_equal(
-        smaller.validation.rows, larger.validation.rows
+        smaller.validation.rows[:], larger.validation.rows[:]
     ):
         raise ConfigError(
             "mode.data",

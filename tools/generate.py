@@ -5,9 +5,10 @@
     python tools/generate.py runs/mode "import os" --show_routing --html routes.html
     python tools/generate.py runs/mode                      # asks for prompts
 
-The model is a run directory (its newest whole checkpoint; a checkpoint is a pickle: use what you trust) or a folder
-that tools/export.py wrote. One prompt is answered as the tokens come, several together as one batch. An empty prompt
-begins a new document. Ctrl-C ends the text; a second one, or the end of input, leaves the interactive prompt.
+The model is a run directory (its newest whole checkpoint) or a folder that tools/export.py wrote; neither runs code.
+One prompt is answered as the tokens come, several together as one batch. An empty prompt begins a new document.
+Ctrl-C ends the text; a second one, or the end of input, leaves the interactive prompt. Control characters are printed
+as U+FFFD; --json has the texts as they are.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
+
+from mode.tooling import add_device, choose_device
 
 INTERRUPTED = 130  # as shells report a process that Ctrl-C ended
 
@@ -64,10 +67,11 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--show_routing",
         action="store_true",
-        help="print the text when it is complete, in colours: how many blocks processed each token, and no-op choices",
+        help="print the text when it is complete, in colours: how many blocks processed each token, and no-op choices; "
+        "where the output is no terminal or NO_COLOR is set, as a line per token",
     )
     parser.add_argument("--html", metavar="FILE", help="write the text in these colours as an HTML page")
-    parser.add_argument("--device", default="cpu", help="what the model runs on, such as cuda (default: cpu)")
+    add_device(parser)
     parser.add_argument("--dtype", choices=("fp32", "bf16"), help="of the weights (default: as they are stored)")
     parser.add_argument("--json", action="store_true", help="print texts, tokens and figures as JSON, at the end")
     return parser.parse_args(arguments)
@@ -86,6 +90,11 @@ def read_prompts(arguments: argparse.Namespace) -> list[str]:
             print(f"note: {name} is not all UTF-8; other bytes were replaced by U+FFFD", file=sys.stderr)
         texts.append(text)
     return texts
+
+
+def has_colours(output: TextIO) -> bool:
+    """Whether to print colour codes: on terminals, unless NO_COLOR (https://no-color.org) is set."""
+    return output.isatty() and not os.environ.get("NO_COLOR")
 
 
 def make_room(page: Path) -> None:
@@ -108,8 +117,9 @@ class Session:
         self.arguments = arguments
         self.sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.repetition_penalty)
         dtype = None if arguments.dtype is None else DTYPES[arguments.dtype]
-        loaded = load_model(Path(arguments.model), arguments.step, device=arguments.device, dtype=dtype)
-        self.model, self.tokenizer, self.source = loaded.model, loaded.tokenizer, loaded.source
+        self.device = choose_device(arguments.device)
+        loaded = load_model(Path(arguments.model), arguments.step, device=self.device, dtype=dtype)
+        self.model, self.tokenizer, self.name = loaded.model, loaded.tokenizer, loaded.name
         self.causal = arguments.routing or True
 
     def encode(self, texts: list[str]) -> list[list[int]]:
@@ -120,6 +130,7 @@ class Session:
         import torch
 
         from mode.generation import stream
+        from mode.generation.page import printable
         from mode.generation.text import TextStream
 
         arguments, prompts = self.arguments, self.encode(texts)
@@ -131,7 +142,7 @@ class Session:
         rows = [[self.tokenizer.end_of_text] * (longest - len(ids)) + ids for ids in prompts]
         tokens = stream(
             self.model,
-            torch.tensor(rows, device=arguments.device),
+            torch.tensor(rows, device=self.device),
             num_new,
             self.sampling,
             use_cache=not arguments.no_cache,
@@ -145,7 +156,7 @@ class Session:
         ended, interrupted, started = [False] * len(prompts), False, time.perf_counter()
         text = TextStream(self.tokenizer)
         if live:
-            print(texts[0], end="", flush=True)
+            print(printable(texts[0]), end="", flush=True)
         try:
             for ids in tokens:
                 for row, id in enumerate(ids.tolist()):
@@ -153,12 +164,12 @@ class Session:
                         ended[row] = not arguments.go_on and id == self.tokenizer.end_of_text
                         new[row] += [] if ended[row] else [id]
                 if live and not ended[0]:
-                    print(text.add(new[0][-1]), end="", flush=True)
+                    print(printable(text.add(new[0][-1])), end="", flush=True)
         except KeyboardInterrupt:
             interrupted = True
         seconds = time.perf_counter() - started
         if live:
-            print(text.rest())
+            print(printable(text.rest()))
         results = [
             {
                 "prompt": prompt,
@@ -181,15 +192,17 @@ class Session:
         return token_routes(self.model, self.tokenizer, prompt + new, len(prompt), self.causal)
 
     def print_all(self, prompts: list[list[int]], results: list[dict[str, Any]]) -> None:
-        from mode.generation.show import to_terminal
+        from mode.generation.page import printable
+        from mode.generation.show import to_plain, to_terminal
 
+        show = to_terminal if has_colours(sys.stdout) else to_plain
         for number, (ids, result) in enumerate(zip(prompts, results, strict=True), 1):
             if len(results) > 1:
                 print(f"--- {number} of {len(results)}")
             if self.arguments.show_routing:
-                print(to_terminal(self.routes(ids, result["new_tokens"])))
+                print(show(self.routes(ids, result["new_tokens"])))
             else:
-                print(result["prompt"] + result["text"])
+                print(printable(result["prompt"] + result["text"]))
 
     def write_html(self, results: list[dict[str, Any]]) -> None:
         """If the command line asks for it."""
@@ -199,12 +212,12 @@ class Session:
             return
         prompts = self.encode([result["prompt"] for result in results])
         texts = [self.routes(ids, result["new_tokens"]) for ids, result in zip(prompts, results, strict=True)]
-        Path(self.arguments.html).write_text(to_html(texts, str(self.arguments.model)), encoding="utf-8")
+        Path(self.arguments.html).write_text(to_html(texts, self.name), encoding="utf-8")
 
 
 def ask(session: Session) -> int:
     """Prompts from the terminal, one line each, until the end of input."""
-    print(f"{session.source}: a prompt, Enter; Ctrl-C stops a text, Ctrl-D leaves", file=sys.stderr)
+    print(f"{session.name}: a prompt, Enter; Ctrl-C stops a text, Ctrl-D leaves", file=sys.stderr)
     while True:
         try:
             text = input("> ")

@@ -161,7 +161,7 @@ def train(case: Case) -> Outcome:
         ]
         biases = {name: bias.clone() for name, bias in engine.module.named_buffers()}
         step: Step = optimizer_step(engine, run, batches, device(), lambda losses, inputs: None)
-        margins.append(closest_decision(step.last.routing, biases))
+        margins.append(closest_decision(step.routing, biases))
         total = step.losses["total"]
         distributed.all_reduce(total)
         losses.append(total.item() / (world_size * case.accumulation))

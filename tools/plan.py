@@ -14,7 +14,6 @@ import argparse
 import dataclasses
 import io
 import json
-import os
 import sys
 from typing import NoReturn
 
@@ -23,18 +22,13 @@ from planning.table import render
 
 from mode.config_file import EngineConfig, RunConfig, load_run_config
 from mode.section import ConfigError
-from mode.tooling import positive_integer, positive_number
-
-
-def complain(message: str) -> None:
-    """One line on stderr, whatever line breaks a file name or a JSON key brings along."""
-    print("plan.py: error: " + " ".join(message.splitlines()), file=sys.stderr)
+from mode.tooling import EXIT_BAD_INPUT, add_set_option, complain, exit_code, positive_integer, positive_number
 
 
 class OneLineParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         complain(message)
-        self.exit(2)
+        self.exit(EXIT_BAD_INPUT)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -56,12 +50,13 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--memory_gb", type=positive_number, metavar="X", help="warn when a rank needs more (GB of 10^9 bytes)"
     )
+    add_set_option(parser, "; in both files, if there are two")
     parser.add_argument("--json", action="store_true", help="print exact figures as JSON")
     return parser
 
 
 def load(file: str, arguments: argparse.Namespace) -> Plan:
-    run = load_run_config(file)
+    run = load_run_config(file, arguments.set)
     try:
         run = _with_ep_size(run, arguments.ep_size)
         ep_size = run.mode.experts.ep_size if run.mode.experts is not None else 1
@@ -99,25 +94,17 @@ def _implied_world_size(engine: EngineConfig) -> int:
 
 def main() -> int:
     arguments = build_parser().parse_args()
-    try:
-        plans = [load(file, arguments) for file in (arguments.config, arguments.compare) if file is not None]
-    except ConfigError as error:
-        complain(str(error))
-        return 2
-    if arguments.json:
-        text = json.dumps({"plan": plans[0], "compare": plans[1] if len(plans) == 2 else None}, indent=2) + "\n"
-    else:
-        text = render(plans)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a description may use letters the terminal lacks
-    try:
-        print(text, end="", flush=True)
-    except OSError as error:
-        # Nobody is left to read, or the disk is full. Python would flush once more at exit and complain.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if not isinstance(error, BrokenPipeError):
-            complain(f"cannot write: {error.strerror}")
-        return 2
+    return exit_code(lambda: print_plans(arguments))
+
+
+def print_plans(arguments: argparse.Namespace) -> int:
+    plans = [load(file, arguments) for file in (arguments.config, arguments.compare) if file is not None]
+    if arguments.json:
+        print(json.dumps({"plan": plans[0], "compare": plans[1] if len(plans) == 2 else None}, indent=2))
+    else:
+        print(render(plans), end="")
     return 0
 
 

@@ -5,7 +5,7 @@
     python tools/routing.py exported/mode --causal predictor --output report
 
 Writes routing.json (all numbers), PNG files and routing.html (one file, text coloured by compute spent) into the
-folder `routing` of the run, or beside an exported folder, and the pictures for TensorBoard beside the run's own events.
+folder `routing` of the run, or beside an exported folder, and adds the pictures to the run in TensorBoard.
 The decisions shown are those of top-k routing, as in training, or of --causal. The leak is what top-k routing gains
 from seeing the future: the loss at a position given its prefix alone, less that given the whole sequence. Attention is
 that of the first batch: a model whose loss does not fall with the position has no head that looks at what followed an
@@ -18,6 +18,8 @@ import argparse
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from mode.tooling import add_device, choose_device, print_figures
 
 if TYPE_CHECKING:
     from mode.config import ModeConfig
@@ -56,7 +58,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         help="where the files go (default: RUN/routing; for an exported FOLDER, FOLDER_routing)",
     )
     parser.add_argument("--no_tensorboard", action="store_true", help="write no pictures for TensorBoard")
-    parser.add_argument("--device", default="cpu", help="what the model runs on, such as cuda (default: cpu)")
+    add_device(parser)
     parser.add_argument("--json", action="store_true", help="print the numbers as JSON")
     return parser.parse_args(arguments)
 
@@ -110,8 +112,9 @@ def make_report(arguments: argparse.Namespace) -> dict[str, Any]:
     from mode.data import spread_rows, validation_batches
     from mode.training.load import load_with_text
 
-    loaded, data = load_with_text(Path(arguments.model), arguments.step, device=arguments.device)
-    config, device = loaded.model.config, torch.device(arguments.device)
+    chosen = choose_device(arguments.device)
+    loaded, data = load_with_text(Path(arguments.model), arguments.step, device=chosen)
+    config, device = loaded.model.config, torch.device(chosen)
     passes = passes_of(config, arguments.causal, loaded.source)
     rows = spread_rows(data.validation.rows, arguments.sequences or config.train.eval_sequences)
     end_of_text = data.tokenizer.end_of_text if config.data.document_masking else None
@@ -132,6 +135,7 @@ def make_report(arguments: argparse.Namespace) -> dict[str, Any]:
     shown = found[arguments.causal]
     flops_NL = token_flops(config, shown)
     report = {
+        "name": loaded.name,
         "model": str(loaded.source),
         "description": config.description,
         "sequences": len(rows),
@@ -159,8 +163,6 @@ def make_report(arguments: argparse.Namespace) -> dict[str, Any]:
 def main(command_line: list[str] | None = None) -> int:
     arguments = parse_arguments(command_line)
     from routes.table import render
-
-    from mode.tooling import print_figures
 
     return print_figures(lambda: make_report(arguments), render, arguments.json)
 

@@ -87,8 +87,8 @@ def expected_block_counts(
 ) -> BlockCounts:
     """What block `layer` does with `rows` sequences when every column gets exactly its target share.
 
-    Evaluation (`training=False`) is dropless. `capacity_fraction` is the share that a routed block keeps, by default the
-    configuration's; under token_choice, too.
+    Evaluation (`training=False`) is dropless. `capacity_fraction` is the share that a routed block keeps, by default
+    the configuration's; under token_choice, too.
     """
     length = config.model.sequence_length if length is None else length
     slots = length

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from mode.data.packing import Tokens
+from mode.data.checked import Tokens
 
 PRIOR_WEIGHT = 64.0  # how many observations of a token the unigram distribution counts for
 CHUNK = 1 << 22  # training tokens looked at together

@@ -17,7 +17,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from mode.data.packing import Tokens, document_ids
+from mode.data.checked import Rows, Tokens
+from mode.data.packing import document_ids
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class TrainLoader:
     `end_of_text` is the token that separates documents where they are to be masked from each other, or None.
     """
 
-    def __init__(self, rows: Tokens, *, global_batch_size: int, seed: int, end_of_text: int | None = None) -> None:
+    def __init__(self, rows: Rows, *, global_batch_size: int, seed: int, end_of_text: int | None = None) -> None:
         self.rows, self.global_batch_size, self.seed, self.end_of_text = rows, global_batch_size, seed, end_of_text
 
     def row_indices(self, step: int) -> NDArray[np.int64]:
@@ -59,7 +60,7 @@ class TrainLoader:
         return _make_batch(self.rows, indices, samples, np.ones(size, dtype=np.float32), self.end_of_text)
 
 
-def spread_rows(rows: Tokens, num_rows: int) -> Tokens:
+def spread_rows(rows: Rows, num_rows: int) -> Tokens:
     """`num_rows` rows at even distances (all, where there are fewer): always the same, from all over a split.
 
     Neighbouring rows come from the same document, so the first rows alone would say little about the rest.
@@ -69,7 +70,7 @@ def spread_rows(rows: Tokens, num_rows: int) -> Tokens:
 
 
 def validation_batches(
-    rows: Tokens, *, batch_size: int, rank: int = 0, world_size: int = 1, end_of_text: int | None = None
+    rows: Rows, *, batch_size: int, rank: int = 0, world_size: int = 1, end_of_text: int | None = None
 ) -> Iterator[Batch]:
     """A rank's share of the rows, in order.
 
@@ -109,7 +110,7 @@ def epoch_order(num_rows: int, seed: int, epoch: int) -> NDArray[np.int64]:
 
 
 def _make_batch(
-    rows: Tokens,
+    rows: Rows,
     indices: NDArray[np.int64],
     samples: NDArray[np.int64],
     weights: NDArray[np.float32],

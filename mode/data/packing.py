@@ -3,11 +3,13 @@
 A cache folder is named after a hash of everything its tokens depend on, and holds
 
     train.bin, validation.bin   token ids; every document is followed by the end-of-text token
+    train.crc32, ...            a checksum of every block of these files, compared when the block is read
     tokenizer.json, ...         the tokenizer
-    meta.json                   what is in them, and the size every file must have
+    meta.json                   what is in them; size and checksum of every file, and a checksum of its own
 
 Rows of a fixed length are a view of a flat file, so the sequence length is no part of the cache.
-A folder is built under a lock beside its final place and then renamed, so it is complete or absent.
+A folder is built under a lock beside its final place and then renamed, so it is complete or absent. One that is
+damaged, or was written without checksums, is built again.
 
 This file knows nothing of steps, ranks or the order of samples.
 """
@@ -24,16 +26,17 @@ import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from filelock import FileLock, Timeout
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from mode.config import DataConfig, ModeConfig
-from mode.data.errors import DataError
-from mode.data.sources import Source, open_source
+from mode.config import DataConfig, FilesConfig, ModeConfig
+from mode.data.checked import META, CheckedRows, Rows, Tokens, block_checksums
+from mode.data.errors import DamagedCache, DataError
+from mode.data.sources import LocalFiles, Source, find_files, open_source
 from mode.data.tokenizer import (
     NUM_BYTE_TOKENS,
     Tokenizer,
@@ -50,7 +53,6 @@ SPLITS = ("train", "validation")
 TOKENIZER_CHARACTERS = 1 << 28  # of training text that a BPE is trained on; more would not change it much
 BATCH_CHARACTERS = 1 << 20  # encoded at a time: enough to keep every core busy
 
-Tokens: TypeAlias = NDArray[np.unsignedinteger[Any]]
 Item = TypeVar("Item")
 
 
@@ -65,14 +67,14 @@ class SplitCounts:
 
 @dataclass(frozen=True)
 class Split:
-    """The rows of one split: a read-only memory map [rows, sequence_length]. The last part row is left out."""
+    """The rows of one split: [rows, sequence_length]. The last part row is left out."""
 
-    rows: Tokens
+    rows: Rows
     counts: SplitCounts
 
     @property
     def num_rows(self) -> int:
-        return int(self.rows.shape[0])
+        return len(self.rows)
 
     @property
     def bytes_per_token(self) -> float:
@@ -89,6 +91,7 @@ class PackedData:
     tokenizer: Tokenizer
     folder: Path  # the cache it lives in
     source: str  # what to call the corpus in a message
+    digest: str  # equal for equal tokens and tokenizers, wherever they were packed
 
 
 def prepare_data(config: ModeConfig, *, quiet: bool = False) -> PackedData:
@@ -104,21 +107,26 @@ def prepare_data(config: ModeConfig, *, quiet: bool = False) -> PackedData:
     key = _cache_key(data, vocab_size, identity)
     cache_dir = _make_cache_dir(data.cache_dir)
     folder = cache_dir / key
-    if not _is_complete(folder, key):
-        with _locked(cache_dir / f"{key}.lock", quiet):
-            if not _is_complete(folder, key):  # else another process has built it in the meantime
-                scratch = cache_dir / f"{key}.building"  # ours alone: we hold the lock
-                shutil.rmtree(scratch, ignore_errors=True)  # left by a build that was killed
-                try:
-                    scratch.mkdir()
-                    _build(scratch, key, source, data, vocab_size, quiet)
-                    if source.identity() != identity:
-                        raise DataError(f"{source.name}: changed while it was being read; run again")
-                    shutil.rmtree(folder, ignore_errors=True)  # damaged, or we would not be here
-                    scratch.rename(folder)
-                finally:
-                    shutil.rmtree(scratch, ignore_errors=True)
-    return _open(folder, source.name, config)
+    with contextlib.suppress(DamagedCache):
+        return _open(folder, key, source.name, config)
+    with _locked(cache_dir / f"{key}.lock", quiet):
+        try:
+            return _open(folder, key, source.name, config)  # another process has built it in the meantime
+        except DamagedCache as damage:
+            if folder.exists():  # said by the process that builds, so once
+                print(f"{damage}; building the data cache again from {source.name}", file=sys.stderr)
+        scratch = cache_dir / f"{key}.building"  # ours alone: we hold the lock
+        shutil.rmtree(scratch, ignore_errors=True)  # left by a build that was killed
+        try:
+            scratch.mkdir()
+            _build(scratch, key, source, data, vocab_size, quiet)
+            if source.identity() != identity:
+                raise DataError(f"{source.name}: changed while it was being read; run again")
+            shutil.rmtree(folder, ignore_errors=True)  # damaged, or we would not be here
+            scratch.rename(folder)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+        return _open(folder, key, source.name, config)
 
 
 def document_ids(rows: Tokens, end_of_text: int) -> NDArray[np.int64]:
@@ -197,8 +205,10 @@ def _build(folder: Path, key: str, source: Source, data: DataConfig, vocab_size:
 
     packing = _progress(documents(), len(hashes), "packing", quiet)
     counts = _write_tokens(folder, packing, limit, tokenizer)
-    sizes = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
-    meta = {
+    for split in SPLITS:
+        (folder / f"{split}.crc32").write_bytes(block_checksums(folder / f"{split}.bin").tobytes())
+    paths = sorted(folder.iterdir())
+    meta: dict[str, Any] = {
         "format": FORMAT,
         "key": key,
         "source": source.name,
@@ -206,9 +216,11 @@ def _build(folder: Path, key: str, source: Source, data: DataConfig, vocab_size:
         "vocab_size": tokenizer.vocab_size,
         "dtype": token_dtype(tokenizer.vocab_size).name,
         "splits": {split: asdict(counts[split]) for split in SPLITS},
-        "sizes": sizes,
+        "sizes": {path.name: path.stat().st_size for path in paths},
+        "checksums": {path.name: _file_checksum(path) for path in paths if path.suffix != ".bin"},
     }
-    (folder / "meta.json").write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
+    meta["checksum"] = _json_checksum(meta)
+    (folder / META).write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
     for path in folder.iterdir():
         with path.open("rb") as file:
             os.fsync(file.fileno())  # else a power cut after the rename could leave a complete name on lost data
@@ -238,20 +250,42 @@ def token_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger[Any]]:
     return np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
 
 
+def pack_files(files: FilesConfig, tokenizer: Tokenizer, sequence_length: int) -> Split:
+    """All text of some files as rows in memory: for a trained model, which has its tokenizer already."""
+    source = LocalFiles(find_files(files), files.text_column)
+    parts, num_bytes = [], 0
+    for text, ids in _encode(source.documents(), tokenizer):
+        parts.append(ids)
+        num_bytes += len(text.encode("utf-8"))
+    num_tokens = sum(map(len, parts))
+    num_rows = num_tokens // sequence_length
+    if num_rows == 0:
+        raise DataError(
+            f"{source.name}: holds {num_tokens} tokens, but one sequence of the model needs {sequence_length}; add text"
+        )
+    rows = np.concatenate(parts)[: num_rows * sequence_length].reshape(num_rows, sequence_length)
+    return Split(rows, SplitCounts(len(parts), num_tokens, num_bytes))
+
+
 def _write_tokens(folder: Path, documents: Iterable[str], limit: int, tokenizer: Tokenizer) -> dict[str, SplitCounts]:
-    dtype = token_dtype(tokenizer.vocab_size)
     num_documents, num_tokens, num_bytes = (dict.fromkeys(SPLITS, 0) for _ in range(3))
     with (folder / "train.bin").open("wb") as train, (folder / "validation.bin").open("wb") as validation:
         files = {"train": train, "validation": validation}
-        for texts in _batches(documents, BATCH_CHARACTERS):
-            for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
-                split = "validation" if content_hash(text) <= limit else "train"
-                ids.append(tokenizer.end_of_text)
-                files[split].write(np.array(ids, dtype=dtype).tobytes())
-                num_documents[split] += 1
-                num_tokens[split] += len(ids)
-                num_bytes[split] += len(text.encode("utf-8"))
+        for text, ids in _encode(documents, tokenizer):
+            split = "validation" if content_hash(text) <= limit else "train"
+            files[split].write(ids.tobytes())
+            num_documents[split] += 1
+            num_tokens[split] += len(ids)
+            num_bytes[split] += len(text.encode("utf-8"))
     return {split: SplitCounts(num_documents[split], num_tokens[split], num_bytes[split]) for split in SPLITS}
+
+
+def _encode(documents: Iterable[str], tokenizer: Tokenizer) -> Iterator[tuple[str, Tokens]]:
+    """Every document and its tokens, the end-of-text token included."""
+    dtype = token_dtype(tokenizer.vocab_size)
+    for texts in _batches(documents, BATCH_CHARACTERS):
+        for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
+            yield text, np.array([*ids, tokenizer.end_of_text], dtype=dtype)
 
 
 def _batches(texts: Iterable[str], characters: int) -> Iterator[list[str]]:
@@ -283,30 +317,56 @@ def _progress(items: Iterable[Item], total: int | None, what: str, quiet: bool) 
 # Opening
 
 
-def _is_complete(folder: Path, key: str) -> bool:
-    """Whether the folder holds what its meta.json promises. A truncated or missing file says no."""
+def _file_checksum(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _json_checksum(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def _read_meta(folder: Path, key: str) -> dict[str, Any]:
+    """The description of a folder, once its files are found to be those it describes, the tokens excepted."""
+    path = folder / META
     try:
-        meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
-        sizes = meta["sizes"]
-        return meta["key"] == key and all((folder / name).stat().st_size == size for name, size in sizes.items())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return False
+        meta = json.loads(path.read_bytes())
+    except (FileNotFoundError, NotADirectoryError):
+        raise DamagedCache(f"{path}: is missing") from None
+    except (ValueError, RecursionError):
+        raise DamagedCache(f"{path}: is not JSON") from None
+    if isinstance(meta, dict) and meta.get("key") == key and "checksum" not in meta:
+        raise DamagedCache(f"{path}: has no checksums, as caches of earlier versions")
+    if not isinstance(meta, dict) or meta.pop("checksum", None) != _json_checksum(meta) or meta["key"] != key:
+        raise DamagedCache(f"{path}: is not as it was written")
+    for name, size in meta["sizes"].items():
+        path = folder / name
+        if not path.is_file():
+            raise DamagedCache(f"{path}: is missing")
+        if path.stat().st_size != size:
+            raise DamagedCache(f"{path}: has {path.stat().st_size} bytes instead of {size}")
+        if name in meta["checksums"] and _file_checksum(path) != meta["checksums"][name]:
+            raise DamagedCache(f"{path}: is not as it was written")
+    return meta
 
 
-def _open(folder: Path, name: str, config: ModeConfig) -> PackedData:
-    meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+def _open(folder: Path, key: str, name: str, config: ModeConfig) -> PackedData:
+    """The data of a cache folder. Raises `DamagedCache` where it is not what was built there."""
+    meta = _read_meta(folder, key)
+    length = config.model.sequence_length
+    rows = {}
+    for split in SPLITS:
+        checksums = np.fromfile(folder / f"{split}.crc32", dtype="<u4")
+        rows[split] = CheckedRows(folder / f"{split}.bin", np.dtype(meta["dtype"]), length, checksums)
+        rows[split].spot_check()
     tokenizer = Tokenizer.load(folder)
     check_vocab_size(tokenizer.vocab_size, config.model.vocab_size, f'the "{config.data.tokenizer}" tokenizer')
-    splits = []
-    for split in SPLITS:
-        counts, length = SplitCounts(**meta["splits"][split]), config.model.sequence_length
-        if counts.num_tokens < length:
+    splits = {split: Split(rows[split], SplitCounts(**meta["splits"][split])) for split in SPLITS}
+    for split, opened in splits.items():
+        if opened.num_rows == 0:
             raise DataError(
-                f"{name}: the {split} split holds {counts.num_tokens} tokens in {counts.num_documents} documents, but "
-                f"one sequence needs {length} (mode.model.sequence_length); add text, change "
+                f"{name}: the {split} split holds {opened.counts.num_tokens} tokens in {opened.counts.num_documents} "
+                f"documents, but one sequence needs {length} (mode.model.sequence_length); add text, change "
                 "mode.data.validation_fraction, or use shorter sequences"
             )
-        tokens = np.memmap(folder / f"{split}.bin", dtype=np.dtype(meta["dtype"]), mode="r")
-        num_rows = counts.num_tokens // length
-        splits.append(Split(tokens[: num_rows * length].reshape(num_rows, length), counts))
-    return PackedData(splits[0], splits[1], tokenizer, folder, name)
+    digest = _json_checksum([meta["dtype"], meta["splits"], meta["sizes"], meta["checksums"]])
+    return PackedData(splits["train"], splits["validation"], tokenizer, folder, name, digest)

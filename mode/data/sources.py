@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import codecs
 import glob
+import gzip
 import importlib.util
+import io
 import json
 import logging
 import os
@@ -18,16 +20,19 @@ import sys
 import sysconfig
 import tempfile
 import tokenize
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol, cast
 
 from mode.config import DataConfig, FilesConfig, HubConfig
 from mode.data.errors import DataError
+from mode.data.hub import go_offline_if_unreachable
 
+TEXT = (".txt", ".md")
 READERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}  # `datasets`' names for them
-EXTENSIONS = (".txt", *READERS)
+EXTENSIONS = (*TEXT, *READERS)
 LONG_TEXT = 1 << 15  # characters: a longer text file is cut into documents
 
 # Folders of Python source files that are left out: installed packages are not part of the standard library, tests
@@ -125,7 +130,7 @@ class LocalFiles:
 
     def documents(self) -> Iterator[str]:
         for path in self.paths:
-            if path.suffix.lower() == ".txt":
+            if extension(path) in TEXT:
                 yield from cut_long_text(_read_text(path))
             else:
                 yield from _read_table(path, self.text_column)
@@ -169,6 +174,7 @@ class HubDataset:
     def documents(self) -> Iterator[str]:
         import datasets
 
+        go_offline_if_unreachable()
         try:
             table = datasets.load_dataset(self.config.name, self.config.config, split=self.config.split)
         except (ConnectionError, datasets.exceptions.DatasetNotFoundError) as error:
@@ -176,7 +182,7 @@ class HubDataset:
                 f"{self.name}: cannot be reached ({_first_line(error)}); it needs network, or a copy in Hugging "
                 'Face\'s cache; "python_stdlib" and "files" work without'
             ) from error
-        except (ValueError, RuntimeError, OSError) as error:
+        except Exception as error:  # of datasets, pyarrow, the file system, the HTTP client: each its own
             raise DataError(f"{self.name}: cannot be loaded: {_first_line(error)}") from error
         _check_column(self.name, self.config.text_column, table.column_names)
         for row, record in enumerate(table.select_columns([self.config.text_column])):
@@ -186,23 +192,55 @@ class HubDataset:
 
 
 def find_files(config: FilesConfig) -> tuple[Path, ...]:
-    """The files that the paths and globs name: in the order given, sorted within a glob, each once."""
+    """The files that paths, folders and globs name: in the order given, sorted within a folder or glob, each once."""
     found: dict[Path, None] = {}  # a set that keeps its order
     for pattern in config.paths:
         expanded = Path(pattern).expanduser()
-        # a file whose own name holds a glob character is meant literally
-        names = [str(expanded)] if expanded.exists() else sorted(glob.glob(str(expanded), recursive=True))
-        paths = [Path(name).absolute() for name in names if Path(name).is_file()]
-        if not paths:
-            hint = f"; it is a folder, whose text files {pattern}/**/*.txt would name" if expanded.is_dir() else ""
-            raise DataError(f'{pattern}: no file matches this entry of "files.paths"{hint}')
-        found.update(dict.fromkeys(paths))
+        if expanded.is_dir():
+            paths = files_below(expanded)
+            if not paths:
+                kinds = ", ".join(EXTENSIONS)
+                raise DataError(f'{pattern}: this folder of "files.paths" holds no file of {kinds}')
+        else:
+            # a file whose own name holds a glob character is meant literally
+            names = [str(expanded)] if expanded.exists() else sorted(glob.glob(str(expanded), recursive=True))
+            paths = [Path(name) for name in names if Path(name).is_file()]
+            if not paths:
+                raise DataError(f'{pattern}: no file matches this entry of "files.paths"')
+        found.update(dict.fromkeys(path.absolute() for path in paths))
     for path in found:
-        if path.suffix.lower() not in EXTENSIONS:
-            raise DataError(f'{path}: unknown extension "{path.suffix}"; it must be one of {", ".join(EXTENSIONS)}')
+        if extension(path) not in EXTENSIONS:
+            raise DataError(
+                f'{path}: unknown extension "{extension(path)}"; it must be one of {", ".join(EXTENSIONS)}, the first '
+                "five also with .gz after it"
+            )
         if path.stat().st_size == 0:
             raise DataError(f"{path}: the file is empty")
     return tuple(found)
+
+
+def files_below(folder: Path) -> list[Path]:
+    """The files that can be read as text, sorted. Others are passed by, and so are empty and hidden ones."""
+    found = []
+    for parent, subfolders, names in os.walk(folder):
+        subfolders[:] = [name for name in subfolders if not name.startswith(".")]  # os.walk then passes them by
+        found += [Path(parent, name) for name in names if not name.startswith(".")]
+    return sorted(path for path in found if extension(path) in EXTENSIONS and path.stat().st_size)
+
+
+def extension(path: Path) -> str:
+    """The lower-case extension that tells what a file holds: ".jsonl" of a.jsonl and of a.jsonl.gz."""
+    inner = Path(path.stem).suffix.lower()
+    return inner if is_compressed(path) and inner in EXTENSIONS and inner != ".parquet" else path.suffix.lower()
+
+
+def is_compressed(path: Path) -> bool:
+    return path.suffix.lower() == ".gz"
+
+
+def open_bytes(path: Path) -> BinaryIO:
+    """A file's content, decompressed."""
+    return cast(BinaryIO, gzip.open(path)) if is_compressed(path) else path.open("rb")
 
 
 def file_identities(paths: tuple[Path, ...] | list[Path]) -> list[Any]:
@@ -212,9 +250,10 @@ def file_identities(paths: tuple[Path, ...] | list[Path]) -> list[Any]:
 
 def _read_text(path: Path) -> str:
     try:
-        return path.read_bytes().decode("utf-8")  # not read_text, which would translate line endings
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from None
+        with open_bytes(path) as file:
+            return file.read().decode("utf-8")  # not read_text, which would translate line endings
+    except (OSError, EOFError, zlib.error) as error:  # the latter of gzip
+        raise _unread(path, error) from None
     except UnicodeDecodeError as error:
         raise _undecodable(path, error.start) from None
 
@@ -224,7 +263,7 @@ def _read_table(path: Path, text_column: str) -> Iterator[str]:
 
     # What `datasets` logs when a file cannot be read also comes back as an exception, with the file's name.
     logging.getLogger("datasets").setLevel(logging.CRITICAL)
-    reader = READERS[path.suffix.lower()]
+    reader = READERS[extension(path)]
     # Left to itself the reader takes "12" for a number, and "NA" or "null" for a missing value.
     options = {"converters": {text_column: str}, "keep_default_na": False} if reader == "csv" else {}
     found = False
@@ -268,20 +307,25 @@ def _check_text(value: Any, where: str) -> str:
     return value
 
 
+def _unread(path: Path, error: Exception) -> DataError:
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else _first_line(error)
+    return DataError(f"{path}: cannot be read: {reason}")
+
+
 def _undecodable(path: Path, offset: int) -> DataError:
     return DataError(f"{path}: the byte at offset {offset} is not UTF-8 text; convert the file to UTF-8")
 
 
 def _unreadable(path: Path, reader: str, error: Exception) -> DataError:
     """The clearest message there is for a table that a library could not read."""
-    if isinstance(error, OSError):
-        return DataError(f"{path}: cannot be read: {error.strerror or _first_line(error)}")
+    if isinstance(error, OSError | EOFError | zlib.error):
+        return _unread(path, error)
     if reader != "parquet":
         offset = _first_bad_byte(path)
         if offset is not None:
             return _undecodable(path, offset)
-    if path.suffix.lower() == ".jsonl":
-        with path.open(encoding="utf-8-sig", newline="\n") as file:
+    if extension(path) == ".jsonl":
+        with io.TextIOWrapper(open_bytes(path), encoding="utf-8-sig", newline="\n") as file:
             for number, line in enumerate(file, start=1):
                 try:
                     json.loads(line or "null")
@@ -293,7 +337,7 @@ def _unreadable(path: Path, reader: str, error: Exception) -> DataError:
 def _first_bad_byte(path: Path) -> int | None:
     decoder = codecs.getincrementaldecoder("utf-8")()
     offset = 0  # of the first byte that the decoder has not turned into text yet
-    with path.open("rb") as file:
+    with open_bytes(path) as file:
         while True:
             chunk = file.read(1 << 20)
             try:

@@ -20,6 +20,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from mode.config import DataConfig
 from mode.data.errors import DataError
+from mode.data.hub import go_offline_if_unreachable
 
 END_OF_TEXT = "<|endoftext|>"
 NUM_BYTE_TOKENS = 257  # every byte, and end-of-text: the smallest vocabulary that can spell any text
@@ -66,6 +67,10 @@ class Tokenizer:
         """A tokenizer from a folder that holds `tokenizer.json`, or from such a file."""
         path = Path(folder)
         path = path / "tokenizer.json" if path.is_dir() else path
+        if not path.is_file():  # a device would be read for ever
+            raise DataError(
+                f"{path}: cannot be read as a tokenizer: there is no such file, or it is not an ordinary one"
+            )
         try:
             backend = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises nothing more precise
@@ -112,6 +117,7 @@ def pretrained_tokenizer(name: str) -> Tokenizer:
         return Tokenizer.load(path)
     from huggingface_hub import hf_hub_download
 
+    go_offline_if_unreachable()
     try:
         file = hf_hub_download(name, "tokenizer.json")
     except Exception as error:  # its own errors, the HTTP client's, and ValueError for what cannot be a hub name
@@ -149,11 +155,12 @@ def tokenizer_identity(config: DataConfig, vocab_size: int) -> list[Any]:
 
 def _named_end(file: Path) -> str | None:
     """The end-of-text token that a tokenizer_config.json names: a string, or an object with its content."""
-    try:
-        token = json.loads(file.read_text(encoding="utf-8")).get("eos_token")
-    except FileNotFoundError:
+    if not file.exists():
         return None
-    except (ValueError, AttributeError, OSError):
+    try:
+        text = file.read_text(encoding="utf-8") if file.is_file() else ""
+        token = json.loads(text).get("eos_token")
+    except (ValueError, AttributeError, OSError, RecursionError):
         raise DataError(f"{file}: cannot be read as a JSON object") from None
     token = token.get("content") if isinstance(token, dict) else token
     return token if isinstance(token, str) else None

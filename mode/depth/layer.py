@@ -73,6 +73,8 @@ class DepthRouted(DepthLayer):
     An `attention_mask` also tells which tokens are padding; padding is never kept and takes no capacity.
     """
 
+    steps_done: Tensor | None
+
     def __init__(
         self,
         block: nn.Module,
@@ -129,7 +131,7 @@ class DepthRouted(DepthLayer):
     def current_capacity_fraction(self) -> Fraction:
         """The share to keep in this step of the warm-up."""
         target = self.router.capacity_fraction
-        if not self.warmup_steps:
+        if self.steps_done is None:
             return target
         if self._steps_done is None:
             self._steps_done = int(self.steps_done)
@@ -138,8 +140,8 @@ class DepthRouted(DepthLayer):
 
     def advance_warmup(self) -> None:
         """Counts one optimizer step."""
-        if self.warmup_steps:
-            self.current_capacity_fraction()
+        if self.steps_done is not None:
+            self.current_capacity_fraction()  # which reads the buffer after a load
             assert self._steps_done is not None
             self._steps_done += 1
             self.steps_done.fill_(self._steps_done)

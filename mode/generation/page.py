@@ -6,6 +6,7 @@ The scale runs from pale yellow to dark blue and gets darker all the way, so it 
 from __future__ import annotations
 
 import html
+import unicodedata
 
 # ColorBrewer's YlGnBu, made for all kinds of colour vision.
 SCALE = [
@@ -63,7 +64,11 @@ def css(level: float) -> str:
     return "background: rgb({}, {}, {}); ".format(*background) + "color: rgb({}, {}, {})".format(*ink(background))
 
 
+def printable(text: str) -> str:
+    """Replaces control characters, which a terminal would obey, by U+FFFD; tabs and line ends stay."""
+    return "".join(c if c in "\t\n" or unicodedata.category(c) != "Cc" else UNPRINTABLE for c in text)
+
+
 def escaped(text: str) -> str:
     """As HTML without control characters; a line's end is marked, so that its colour shows."""
-    shown = "".join(c if c.isprintable() or c in "\t\n" else UNPRINTABLE for c in text)
-    return html.escape(shown).replace("\n", "&#8629;\n")
+    return html.escape(printable(text)).replace("\n", "&#8629;\n")

@@ -1,4 +1,4 @@
-"""What the model did with each token of a text, in colour: in a terminal or as an HTML page.
+"""What the model did with each token of a text: in colour, in a terminal or as an HTML page, or in plain words.
 
 The background says how many blocks processed the token; a token that chose mostly no-ops is underlined. Where all
 blocks process all tokens, the background says how many no-ops it chose instead.
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from mode.data.tokenizer import Tokenizer
-from mode.generation.page import UNPRINTABLE, colour, css, escaped, ink, page
+from mode.generation.page import colour, css, escaped, ink, page, printable
 from mode.generation.text import TextStream
 from mode.records import BlockRouting, flatten
 from mode.transformer.model import ModeTransformer
@@ -133,9 +133,12 @@ def to_terminal(routes: Routes) -> str:
     return "".join(parts) + f"\n\n{legend}"
 
 
-def printable(text: str) -> str:
-    """Without control characters, which a terminal would obey."""
-    return "".join(c if c.isprintable() or c == "\t" else UNPRINTABLE for c in text)
+def to_plain(routes: Routes) -> str:
+    """The text without colours, and below it a line per token with its numbers."""
+    rows = [(repr(token.text), _numbers(routes, token)) for token in routes.tokens]
+    width = max(len(text) for text, _ in rows)
+    tokens = "\n".join(f"  {text:<{width}}  {numbers}" for text, numbers in rows)
+    return printable("".join(token.text for token in routes.tokens)) + f"\n\n{tokens}"
 
 
 STYLE = """\
@@ -175,12 +178,18 @@ def _text(routes: Routes) -> str:
     return f"<pre>{''.join(_span(routes, token) for token in routes.tokens)}</pre>\n{_table(routes)}"
 
 
-def _span(routes: Routes, token: TokenRoute) -> str:
+def _numbers(routes: Routes, token: TokenRoute) -> str:
+    """What happened to a token, in words."""
     about = f"processed by {len(token.blocks)} of {routes.num_layers} blocks"
     if routes.routes_depth:
         about += f": {', '.join(map(str, token.blocks)) or 'none'}"
     if routes.has_no_ops:
         about += f"; {token.no_ops} of {token.choices} choices are no-ops"
+    return about
+
+
+def _span(routes: Routes, token: TokenRoute) -> str:
+    about = _numbers(routes, token)
     classes = [name for name, on in (("new", not token.is_prompt), ("no-op", underlined(token))) if on]
     style, text = css(routes.level(token)), escaped(token.text)
     return f'<span class="{" ".join(classes)}" style="{style}" title="{html.escape(about)}">{text}</span>'

@@ -145,8 +145,8 @@ class MoE(LocalMoE, AutoEPMoELayer):
     def forward(self, hidden_states: Tensor, used_token: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         if self.ep_size > 1 and self.ep_group is None:
             raise RuntimeError(
-                f"this MoE holds {self.num_local_experts} of {self.num_experts} experts (ep_size={self.ep_size}) and is "
-                "not connected to the other ranks; call deepspeed.initialize or mode.initialize on the model first"
+                f"this MoE holds {self.num_local_experts} of {self.num_experts} experts (ep_size={self.ep_size}) and "
+                "is not connected to the other ranks; call deepspeed.initialize or mode.initialize on the model first"
             )
         return LocalMoE.forward(self, hidden_states, used_token)
 

@@ -99,6 +99,10 @@ class ModuleExperts(nn.Module):
     these: w1, w2 and w3 hold a third each. The copies begin alike, as DeepSpeed's own do.
     """
 
+    w1: nn.Parameter
+    w2: nn.Parameter
+    w3: nn.Parameter
+
     def __init__(
         self,
         expert: nn.Module,
@@ -239,7 +243,7 @@ def build_experts(
     output_scale: float = 1.0,
     mark: Mark | None = None,
 ) -> StackedExperts:
-    """The SwiGLU experts of rank `ep_rank` of `ep_size`. Where there are several, `mode.moe.deepspeed` connects them."""
+    """The SwiGLU experts of rank `ep_rank` of `ep_size`. `mode.moe.deepspeed` connects several ranks."""
     num_local = config.num_experts // ep_size
     sizes = (num_local, width, config.width, initial.part("experts"))
     options: dict[str, Any] = {"first": ep_rank * num_local, "output_scale": output_scale, "mark": mark}

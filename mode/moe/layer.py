@@ -46,8 +46,8 @@ class LocalMoE(nn.Module):
       (1 - no_op_fraction) / num_experts) of a rank's assignments in training, those with the largest gates.
     - `renormalize`: whether the gates of a token are divided by their sum; by default where k > 1, as DeepSpeed does.
     - `num_shared`: experts of `expert_width` that every token goes through.
-    - `balance_weight`, `balance_scope`: of the balance loss, per "sequence" or over the "global" batch; with the default
-      of 1 `l_aux` is on the scale of DeepSpeed's, to be multiplied by the script's own coefficient.
+    - `balance_weight`, `balance_scope`: of the balance loss, per "sequence" or over the "global" batch; with the
+      default of 1 `l_aux` is on the scale of DeepSpeed's, to be multiplied by the script's own coefficient.
     - `bias_rate`: a selection bias that `mode.after_step` moves toward the target shares.
     - `z_loss_weight`: of the squared log-partition of the router.
     - `backend`: "auto", "megablocks", "native" (compiled for CPUs), "grouped_mm" or "loop".

@@ -4,7 +4,6 @@ Which of the two is decided here and nowhere else. They agree in outputs and gra
 """
 
 from mode.ops.operators import (
-    at_least_float32,
     can_use_kernels,
     cross_entropy,
     mix,
@@ -13,6 +12,7 @@ from mode.ops.operators import (
     route,
     score_and_take,
 )
+from mode.ops.rows import at_least_float32
 
 __all__ = [
     "at_least_float32",

@@ -3,39 +3,57 @@
 DeepSpeed writes into `step_N.incomplete`. When every rank has finished, a manifest with the size and
 checksum of every file is added, the folder is renamed to `step_N`, and only then `latest` is replaced,
 by renaming too. Killed at any moment, a save leaves the one before it untouched. A checkpoint whose
-files do not match its manifest is passed over for the one before, with a warning.
+files do not match its manifest is passed over for the one before, with a warning, and kept aside. Where all are
+damaged, or one cannot be read, nothing is resumed and nothing deleted.
+
+What there is to resume from is what rank 0 sees: on a network file system the other ranks may see another listing.
 
 Knows nothing of what the trainer keeps in a checkpoint.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import shutil
 import sys
 import zlib
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import distributed
 from tqdm import tqdm
 
 from mode.section import ConfigError
 from mode.training.stops import SaveFailed
+from mode.training.unpickling import weights_only
 from mode.training.watchdog import lost_a_rank
 
 MANIFEST = "manifest.json"
 STEP = re.compile(r"step_(\d{8})")
+CHUNK = 1 << 22  # bytes read at a time
+PART = CHUNK << 6  # bytes that a rank reads before it meets the others
+Seen = TypeVar("Seen")
 
 
 def save_checkpoint(
-    engine: Any, folder: Path, step: int, state: dict[str, Any], keep_last: int, run: dict[str, Any]
+    engine: Any,
+    folder: Path,
+    step: int,
+    state: dict[str, Any],
+    keep_last: int,
+    run: dict[str, Any],
+    progress: Callable[[], None],
 ) -> Path:
     """Writes `folder/step_N`, points `latest` at it and deletes all but the newest `keep_last`.
 
     `state` comes back from `load_checkpoint`; `run` says whose checkpoint it is and can be read without loading.
+    `progress` is called again and again while the files are read back; while they are written, the folder grows.
     """
     name = f"step_{step:08d}"
     incomplete, final = folder / f"{name}.incomplete", folder / name
@@ -46,19 +64,23 @@ def save_checkpoint(
         distributed.barrier()
         engine.save_checkpoint(str(folder), tag=incomplete.name, client_state=state, save_latest=False)
         distributed.barrier()  # every rank's files are written
-        checksums = _checksums(incomplete, _files(incomplete))
+        checksums = _checksums(incomplete, _files(incomplete), progress)
+        missing = [name for name, found in checksums.items() if found is None]
+        if missing:
+            raise FileNotFoundError(f"{incomplete / missing[0]} has gone")
         if rank == 0:
             _write(incomplete / MANIFEST, json.dumps({"step": step, "run": run, "files": checksums}, indent=1))
             shutil.rmtree(final, ignore_errors=True)
             incomplete.rename(final)
             _write(folder / "latest", name)
             for old in complete_checkpoints(folder)[:-keep_last]:
-                shutil.rmtree(old, ignore_errors=True)
+                with contextlib.suppress(OSError):  # the new one is complete; the next save tries again
+                    _delete(old)
     except (OSError, RuntimeError) as error:
         if lost_a_rank(error):
             raise  # nothing is deleted: rank 0 may be past its last collective and about to complete this very folder
+        reason = _reason(error, folder)
         shutil.rmtree(incomplete, ignore_errors=True)
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise SaveFailed(
             f"the checkpoint of step {step} could not be written to {folder}: {reason}. The one before it is "
             "untouched; make room and resume"
@@ -67,10 +89,35 @@ def save_checkpoint(
     return final
 
 
+def _reason(error: Exception, folder: Path) -> str:
+    """Why a file was not written. torch's writer says "unexpected pos 1024 vs 918" where the disk took only a part."""
+    if "unexpected pos" in str(error) or "PytorchStreamWriter failed writing" in str(error):
+        return f"no space: the disk took only a part of a file ({shutil.disk_usage(folder).free / 1e9:.2f} GB are free)"
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
+
+
 def complete_checkpoints(folder: Path) -> list[Path]:
     """The finished checkpoints of a run, oldest first."""
-    found = [path for path in folder.glob("step_*") if STEP.fullmatch(path.name) and (path / MANIFEST).is_file()]
-    return sorted(found, key=step_of)
+    return [path for path in numbered(folder) if (path / MANIFEST).is_file()]
+
+
+def numbered(folder: Path) -> list[Path]:
+    """The checkpoints of a run, oldest first, also those whose manifest has gone: no save leaves such a one."""
+    try:
+        names = os.listdir(folder)  # unlike glob, it does not take an I/O error for an empty folder
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return [folder / name for name in sorted(names) if STEP.fullmatch(name)]
+
+
+def num_bytes(folder: Path) -> int:
+    """All that a folder holds; files that come and go meanwhile count or do not."""
+    total = 0
+    with contextlib.suppress(OSError):
+        for path in folder.rglob("*"):
+            with contextlib.suppress(OSError):
+                total += path.stat().st_size
+    return total
 
 
 def discard_leftovers(folder: Path) -> None:
@@ -82,13 +129,27 @@ def discard_leftovers(folder: Path) -> None:
     distributed.barrier()
 
 
-def discard_after(folder: Path, step: int) -> None:
-    """Deletes the checkpoints of later steps: a run that starts at `step` writes its own. A collective."""
+def clear_after(folder: Path, step: int, set_aside: bool) -> None:
+    """Deletes the checkpoints of later steps: a run that starts at `step` writes its own. A collective.
+
+    With `set_aside` they are renamed to `step_N.damaged` instead: those that were passed over, for a person to look at.
+    """
     if distributed.get_rank() == 0:
-        for stale in complete_checkpoints(folder):
-            if step_of(stale) > step:
-                shutil.rmtree(stale)
+        for stale in numbered(folder):
+            if step_of(stale) > step and not set_aside:
+                _delete(stale)
+            elif step_of(stale) > step:
+                names = (f"{stale.name}.damaged" + (f".{number}" if number else "") for number in count())
+                stale.rename(next(folder / name for name in names if not (folder / name).exists()))
     distributed.barrier()
+
+
+def _delete(checkpoint: Path) -> None:
+    """Deletes a checkpoint; killed meanwhile, it leaves what `discard_leftovers` deletes."""
+    leftover = checkpoint.with_name(f"{checkpoint.name}.incomplete")
+    shutil.rmtree(leftover, ignore_errors=True)
+    checkpoint.rename(leftover)
+    shutil.rmtree(leftover, ignore_errors=True)
 
 
 def step_of(checkpoint: Path) -> int:
@@ -97,41 +158,71 @@ def step_of(checkpoint: Path) -> int:
     return int(match.group(1))
 
 
-def find_checkpoint(resume: str, folder: Path) -> Path | None:
-    """What to resume from: `never`, `auto` (the newest that is whole, if any) or a path. Same on every rank."""
+def find_checkpoint(resume: str, folder: Path, progress: Callable[[], None]) -> Path | None:
+    """Chooses what to resume from: `never`, `auto` (the newest that is whole, if any) or a path. A collective."""
     if resume == "never":
         return None
     if resume == "auto":
-        return newest_whole(folder)
+        found = newest_whole(folder, progress)
+        if found is None and as_rank_0_sees(partial(numbered, folder)):
+            raise ConfigError(
+                "--resume",
+                f'is "auto", but every checkpoint in {folder} is damaged; nothing was changed or deleted. Put back a '
+                "copy of one, or start afresh: with another --output_dir, or with --resume never, which deletes them",
+            )
+        return found
     if not resume.strip():
         raise ConfigError("--resume", 'is empty; it must be "auto", "never" or a path')
+    path, lack = as_rank_0_sees(partial(_named, resume))
+    problem = lack or damage(path, progress)
+    if lack is None and problem is not None:
+        problem = f"{path} is damaged: {problem}; name another, or use --resume auto"
+    if problem is not None:
+        raise ConfigError("--resume", problem)
+    return path
+
+
+def _named(resume: str) -> tuple[Path, str | None]:
+    """(the checkpoint that a path means, why there is none)."""
     path = Path(resume)
     if not STEP.fullmatch(path.name) and (path / "checkpoints").is_dir():
         path = path / "checkpoints"
     if not STEP.fullmatch(path.name) and path.is_dir():
         candidates = complete_checkpoints(path)
         if not candidates:
-            raise ConfigError("--resume", f"{resume} holds no complete checkpoint (a folder named step_N)")
+            return path, f"{resume} holds no complete checkpoint (a folder named step_N)"
         path = candidates[-1]
     if not (path / MANIFEST).is_file():
-        raise ConfigError(
-            "--resume", f"{resume} is not a complete checkpoint; it must be a folder named step_N, or a run"
-        )
-    problem = damage(path)
-    if problem is not None:
-        raise ConfigError("--resume", f"{path} is damaged: {problem}; name another, or use --resume auto")
-    return path
+        return path, f"{resume} is not a complete checkpoint; it must be a folder named step_N, or a run"
+    return path, None
 
 
-def newest_whole(folder: Path) -> Path | None:
-    """The newest checkpoint of a run whose files are as they were written. Same on every rank."""
-    for checkpoint in reversed(complete_checkpoints(folder)):
-        problem = damage(checkpoint)
+def newest_whole(folder: Path, progress: Callable[[], None] = lambda: None) -> Path | None:
+    """The newest checkpoint of a run whose files are as they were written. A collective, in a process group."""
+    for checkpoint in reversed(as_rank_0_sees(partial(numbered, folder))):
+        problem = damage(checkpoint, progress)
         if problem is None:
             return checkpoint
         if not distributed.is_initialized() or distributed.get_rank() == 0:
             print(f"warning: {checkpoint} is damaged ({problem}); trying the one before", file=sys.stderr)
     return None
+
+
+def as_rank_0_sees(look: Callable[[], Seen]) -> Seen:
+    """Returns on every rank what `look` returns, or raises the OSError it raises, on rank 0. A collective."""
+    if not distributed.is_initialized():
+        return look()
+    seen: list[Any] = [None]
+    if distributed.get_rank() == 0:
+        try:
+            seen = [look()]
+        except OSError as error:
+            seen = [error]
+    distributed.broadcast_object_list(seen)
+    if isinstance(seen[0], OSError):
+        raise seen[0]
+    found: Seen = seen[0]
+    return found
 
 
 def run_of(checkpoint: Path) -> dict[str, Any]:
@@ -141,56 +232,100 @@ def run_of(checkpoint: Path) -> dict[str, Any]:
 
 def load_checkpoint(engine: Any, checkpoint: Path) -> dict[str, Any]:
     """Restores the engine and returns the state that was saved with it."""
-    path, state = engine.load_checkpoint(str(checkpoint.parent), tag=checkpoint.name)
+    with weights_only(checkpoint):
+        path, state = engine.load_checkpoint(str(checkpoint.parent), tag=checkpoint.name)
     if path is None:
         raise ConfigError("--resume", f"DeepSpeed could not load {checkpoint}")
     return dict(state)
 
 
-def _files(folder: Path) -> list[str]:
-    """As rank 0 sees them: on another node a network file system may be late to list new files. A collective."""
-    found: list[Any] = [None]
-    if distributed.get_rank() == 0:
-        found = [sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())]
-    distributed.broadcast_object_list(found)
-    return list(found[0])
+def damage(checkpoint: Path, progress: Callable[[], None] = lambda: None) -> str | None:
+    """What is wrong with a checkpoint's files, or None. A collective, in a process group.
 
-
-def _checksums(folder: Path, files: list[str]) -> dict[str, list[int]]:
-    """{file: [size, crc32]}; the ranks share the reading."""
-    if not distributed.is_initialized():  # a tool's single process
-        return {name: _checksum(folder / name) for name in tqdm(files, desc="checking", leave=False, disable=None)}
-    rank, world_size = distributed.get_rank(), distributed.get_world_size()
-    mine = {name: _checksum(folder / name) for name in files[rank::world_size]}
-    parts: list[Any] = [None] * world_size
-    distributed.all_gather_object(parts, mine)
-    return {name: value for part in parts for name, value in part.items()}
-
-
-def _checksum(path: Path) -> list[int]:
-    """[size, crc32], or [-1, 0] where the file cannot be read."""
-    checksum = size = 0
+    A file that the system fails to read is no damage but an OSError: it may be whole a minute later.
+    """
     try:
-        with path.open("rb") as file:
-            while chunk := file.read(1 << 22):
-                checksum, size = zlib.crc32(chunk, checksum), size + len(chunk)
-    except OSError:
-        return [-1, 0]
-    return [size, checksum]
+        expected = as_rank_0_sees(partial(_expected, checkpoint))
+        actual = {} if isinstance(expected, str) else _checksums(checkpoint, sorted(expected), progress)
+    except OSError as error:
+        raise OSError(
+            f"{checkpoint} cannot be read: {error}. It may be whole, so nothing was resumed or deleted; start the same "
+            "command again when it can be read"
+        ) from error
+    if isinstance(expected, str):
+        return expected
+    for name, found in actual.items():
+        if found != expected[name]:
+            return f"{name} {'is missing' if found is None else 'does not match the manifest'}"
+    return None
 
 
-def damage(checkpoint: Path) -> str | None:
-    """What is wrong with a checkpoint's files, or None. A collective, where there is a process group."""
+def _expected(checkpoint: Path) -> dict[str, Any] | str:
+    """{file: [size, crc32]} of the manifest, or what is wrong with it."""
     try:
-        expected = json.loads((checkpoint / MANIFEST).read_text())["files"]
-        names = sorted(expected)
-    except (OSError, ValueError, KeyError, TypeError):
-        expected, names = {}, []  # every rank reads the same manifest, so every rank sees the same
-    if not names:
+        manifest = json.loads((checkpoint / MANIFEST).read_bytes())
+    except FileNotFoundError:
+        return "its manifest is missing"
+    except (ValueError, RecursionError):
+        manifest = None
+    if not isinstance(manifest, dict):
         return "its manifest is unreadable"
-    actual = _checksums(checkpoint, names)
-    wrong = [name for name in names if actual[name] != expected[name]]
-    return f"{wrong[0]} does not match the manifest" if wrong else None
+    for key in ("run", "files"):
+        if not isinstance(manifest.get(key), dict) or not manifest[key]:
+            return f'its manifest has no "{key}"'
+    return dict(manifest["files"])
+
+
+def _files(folder: Path) -> list[str]:
+    return as_rank_0_sees(lambda: sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()))
+
+
+def _checksums(folder: Path, files: list[str], progress: Callable[[], None]) -> dict[str, list[int] | None]:
+    """{file: [size, crc32], or None where there is no such file}. A collective, in a process group.
+
+    The ranks share the reading and meet after every part of it, so that none waits long for another. What the system
+    fails to read on one rank is an OSError on all.
+    """
+    alone = not distributed.is_initialized()
+    rank, world_size = (0, 1) if alone else (distributed.get_rank(), distributed.get_world_size())
+    mine = files[rank::world_size]
+    reading = _read(folder, tqdm(mine, desc="checking", leave=False, disable=None) if alone else mine)
+    found: dict[str, Any] = {}
+    parts: list[Any] = [{}]
+    while any(part is not None for part in parts):
+        progress()
+        parts = [next(reading, None)]
+        if not alone:
+            part, parts = parts[0], [None] * world_size
+            distributed.all_gather_object(parts, part)
+        for part in parts:
+            found |= part or {}
+    for result in found.values():
+        if isinstance(result, OSError):
+            raise result
+    return dict(sorted(found.items()))
+
+
+def _read(folder: Path, names: Iterable[str]) -> Iterator[dict[str, list[int] | OSError | None]]:
+    """Reads files part by part: {} after a part, {file: [size, crc32], None or the error} at its end."""
+    for name in names:
+        result: list[int] | OSError | None
+        checksum = size = 0
+        try:
+            if (folder / name).is_file():  # a device would be read for ever
+                with (folder / name).open("rb") as file:
+                    while chunk := file.read(CHUNK):
+                        checksum, size = zlib.crc32(chunk, checksum), size + len(chunk)
+                        if size % PART == 0:
+                            yield {}
+                result = [size, checksum]
+            else:
+                result = None
+        except FileNotFoundError:
+            result = None
+        except OSError as error:
+            result = error
+        yield {name: result}
 
 
 def _write(path: Path, text: str) -> None:

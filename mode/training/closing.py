@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from shlex import quote
@@ -12,6 +13,7 @@ import torch
 
 from mode.config_file import RunConfig
 from mode.data import PackedData, bigram_loss, spread_rows
+from mode.generation.page import printable
 from mode.training.compiling import uncompiled
 from mode.training.console import table
 from mode.transformer.model import ModeTransformer
@@ -29,7 +31,7 @@ def closing_table(
 ) -> str:
     config, validation, loss = model.config, data.validation, losses["loss/val"]
     rows = spread_rows(validation.rows, config.train.eval_sequences)
-    bigram = bigram_loss(data.train.rows.reshape(-1), rows, config.model.vocab_size)
+    bigram = bigram_loss(data.train.rows[:].reshape(-1), rows, config.model.vocab_size)
     train = _last_value(metrics, "loss/train")
     causal = []
     if config.depth is not None:
@@ -55,11 +57,14 @@ def _last_value(metrics: Path, tag: str) -> float | None:
 
 
 def sample(model: ModeTransformer, run: RunConfig, data: PackedData, device: torch.device) -> str:
-    """The same on every rank. Where blocks are collectives, without a cache: then every rank enters every block."""
+    """Text without control characters, the same on every rank.
+
+    Where blocks are collectives, without a cache: then every rank enters every block.
+    """
     config = run.mode
     length = config.model.sequence_length
     num_prompt = min(SAMPLE_PROMPT_TOKENS, length // 2)
-    prompt = torch.from_numpy(data.validation.rows[:1, :num_prompt].astype("int64")).to(device)
+    prompt = torch.from_numpy(data.validation.rows[:1][:, :num_prompt].astype("int64")).to(device)
     ep_size = config.experts.ep_size if config.experts is not None else 1
     with uncompiled(config.train.compile):
         ids = model.generate(
@@ -69,13 +74,17 @@ def sample(model: ModeTransformer, run: RunConfig, data: PackedData, device: tor
             use_cache=ep_size == 1 and run.engine.zero_stage < 3,
             seed=config.seed,
         )
-    return data.tokenizer.decode(ids[0].tolist())
+    return printable(data.tokenizer.decode(ids[0].tolist()))
 
 
-def commands(run_dir: Path) -> str:
+def commands(run_dir: Path, world_size: int) -> str:
+    """The commands to go on with, as they are typed; of several nodes, on each of them."""
     folder = quote(str(run_dir))
+    local_ranks = int(os.environ.get("LOCAL_SIZE", world_size))
+    nodes = world_size // local_ranks
+    again = f"  (on {nodes} nodes, with the launcher's other options as before)" if nodes > 1 else ""
     return (
         f"compare runs: tensorboard --logdir {quote(str(run_dir.parent))}\n"
-        f"resume:       deepspeed train.py --deepspeed_config {quote(str(run_dir / 'config.json'))} "
-        f"--output_dir {folder} --resume auto"
+        f"resume:       deepspeed --num_gpus {local_ranks} train.py --deepspeed_config "
+        f"{quote(str(run_dir / 'config.json'))} --output_dir {folder} --resume auto{again}"
     )

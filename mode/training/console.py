@@ -1,8 +1,9 @@
-"""What the user sees: a progress bar on a terminal, lines elsewhere, and the closing table. Rank 0 only."""
+"""What the user sees: a bar and validation lines on a terminal, a line per logged step elsewhere. Rank 0 only."""
 
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Mapping, Sequence
 
 from tqdm import tqdm
@@ -15,23 +16,40 @@ class Console:
     """Progress of a run of `total` steps that continues from `start`."""
 
     def __init__(self, start: int, total: int, active: bool) -> None:
-        self.active, self.total = active, total
+        self.active, self.start, self.total = active, start, total
+        self.first_step_ended: float | None = None
         on_terminal = active and sys.stderr.isatty()
         self.bar = tqdm(total=total, initial=start, unit="step", dynamic_ncols=True) if on_terminal else None
 
     def advance(self) -> None:
+        if self.first_step_ended is None:
+            self.first_step_ended = time.perf_counter()
         if self.bar is not None:
             self.bar.update()
 
     def report(self, step: int, values: Mapping[str, float]) -> None:
-        """The figures of a logged step."""
+        """The figures of a logged step: a line; on a terminal on the bar, and the losses of an evaluation above it."""
         if not self.active:
             return
         shown = [(name, values[tag], form) for tag, name, form in REPORTED if tag in values]
         if self.bar is not None:
             self.bar.set_postfix({name: form.format(value) for name, value, form in shown if name in ON_THE_BAR})
-            return
-        print(f"step {step:>6}/{self.total}  " + "  ".join(f"{n} {f.format(v)}" for n, v, f in shown), flush=True)
+            if "loss/val" not in values:
+                return
+            shown = [figure for figure in shown if figure[0] in ABOVE_THE_BAR]
+        figures = [f"{name} {form.format(value)}" for name, value, form in shown]
+        self.note("  ".join([f"step {step:>6}/{self.total}", *self._time_left(step), *figures]))
+
+    def _time_left(self, step: int) -> list[str]:
+        """By the mean of the steps since the first, which may have compiled, with their evaluations and saves.
+
+        The bar has its own.
+        """
+        done = step - self.start - 1
+        if self.bar is not None or self.first_step_ended is None or done < 1:
+            return []
+        seconds = (time.perf_counter() - self.first_step_ended) / done * (self.total - step)
+        return [f"ETA {tqdm.format_interval(seconds)}"]
 
     def note(self, text: str) -> None:
         if self.active:
@@ -56,7 +74,7 @@ REPORTED = (
     ("experts/no_op_share", "no-op", "{:.3f}"),
     ("depth/kept_fraction", "kept", "{:.3f}"),
 )
-ON_THE_BAR = ("loss", "val", "tok/s")
+ON_THE_BAR, ABOVE_THE_BAR = ("loss", "tok/s"), ("loss", "val", "causal")
 
 
 def table(rows: Sequence[tuple[str, str]]) -> str:

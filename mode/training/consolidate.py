@@ -1,7 +1,7 @@
 """A checkpoint of any ZeRO stage, number of ranks and expert parallelism, put together again in one process.
 
 DeepSpeed's own conversion does the work, because only DeepSpeed knows how it divides tensors. Its files
-are pickles: this reads checkpoints that a run of ours wrote and whose manifest was checked.
+are pickles; they are read so that no code in them runs.
 
 Knows nothing of where the weights go, and needs no process group.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import multiprocessing
 import sys
 import tempfile
 from collections import defaultdict
@@ -23,8 +24,9 @@ from torch import Tensor
 from tqdm import tqdm
 
 from mode.config import ModeConfig
-from mode.section import ConfigError
+from mode.section import ConfigError, show
 from mode.training.checkpoint import run_of
+from mode.training.unpickling import load_file, weights_only
 from mode.transformer.model import ModeTransformer
 
 
@@ -74,10 +76,14 @@ def to_universal(checkpoint: Path, folder: Path, workers: int = 1) -> None:
 
     `folder` is complete or absent. It holds `zero/<parameter>/{fp32,exp_avg,exp_avg_sq}.pt` of whole tensors.
     """
+    for file in checkpoint.glob("*.pt"):
+        _refuse_paths(_load(file), file)
+    if multiprocessing.get_start_method() != "fork":
+        workers = 1  # new interpreters would not know which classes may be loaded
     with tempfile.TemporaryDirectory(prefix=f"{folder.name}_", dir=folder.parent) as temporary:
         made = Path(temporary) / "universal"  # DeepSpeed writes beside it, too
         made.mkdir()
-        with _quiet():
+        with _quiet(), weights_only(checkpoint):
             from deepspeed.checkpoint import ds_to_universal
 
             try:
@@ -102,6 +108,20 @@ def to_universal(checkpoint: Path, folder: Path, workers: int = 1) -> None:
         made.rename(folder)
 
 
+def _refuse_paths(value: Any, file: Path) -> None:
+    """Refuses a slash in any name: DeepSpeed writes files named after what it finds, so they could land anywhere."""
+    if isinstance(value, str) and "/" in value:
+        raise ConfigError("checkpoint", f"names {show(value)}, which mode never writes; name another", str(file))
+    if isinstance(value, dict):
+        for key, part in value.items():
+            _refuse_paths(key, file)
+            if key != "ds_config":  # holds paths of the user's, which the conversion does not use
+                _refuse_paths(part, file)
+    elif isinstance(value, (list, tuple)):
+        for part in value:
+            _refuse_paths(part, file)
+
+
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Swallows what DeepSpeed prints while it is imported and converts; its progress bars stay on a terminal."""
@@ -114,21 +134,24 @@ def _quiet() -> Iterator[None]:
 
 def _load(file: Path) -> Any:
     with _quiet():  # its classes may import DeepSpeed
-        return torch.load(file, map_location="cpu", weights_only=False, mmap=True)
+        return load_file(file, mmap=True)
 
 
 def _model_state(checkpoint: Path) -> dict[str, Any]:
     """What DeepSpeed saved beside the optimizer: at stage 3 empty weights, but whole buffers."""
     for name in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"):
         if (checkpoint / name).is_file():
-            return dict(_load(checkpoint / name))
+            state = _load(checkpoint / name)
+            if not isinstance(state, dict) or not isinstance(state.get("module"), dict):
+                raise ConfigError("module", "is missing; use a checkpoint that mode wrote", str(checkpoint / name))
+            return state
     raise ConfigError("mp_rank_00_model_states.pt", "is missing; this is not a whole checkpoint", str(checkpoint))
 
 
 def _read_universal(file: Path) -> Tensor | None:
     if not file.is_file():
         return None
-    saved = torch.load(file, map_location="cpu", weights_only=True)
+    saved = load_file(file)
     tensor: Tensor = saved["param"] if isinstance(saved, dict) else saved
     return tensor
 

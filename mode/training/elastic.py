@@ -24,6 +24,7 @@ from mode.section import ConfigError
 from mode.training.checkpoint import load_checkpoint
 from mode.training.consolidate import to_universal
 from mode.training.engine import device
+from mode.training.unpickling import load_file
 
 OF_THE_LAYOUT = ("params", "name", "moe", "param_group_type")  # entries of an optimizer group that must not move along
 
@@ -112,17 +113,17 @@ def _complete(folder: Path) -> None:
         if not path.exists():
             shutil.copyfile(source, path)
     path = folder / "zero" / "optimizer_state.pt"
-    state = _load(path)
+    state = load_file(path)
     groups = [
         {name: value for name, value in group.items() if name not in OF_THE_LAYOUT} for group in state["param_groups"]
     ]
     step = _step(folder, state)
-    state.setdefault("ds_version", _load(source)["ds_version"])
+    state.setdefault("ds_version", load_file(source)["ds_version"])
     state["param_groups"] = groups
     state["optimizer_state_dict"] = {"state": {0: {"step": step}}, "param_groups": groups}
     torch.save(state, path)
     for path in (folder / "zero").glob("*/*.pt"):
-        values = _load(path)
+        values = load_file(path)
         if isinstance(values, torch.Tensor) and path.stem != "step":
             torch.save({"param": values}, path)
     for path in (folder / "zero").glob("*/exp_avg.pt"):
@@ -132,8 +133,4 @@ def _complete(folder: Path) -> None:
 def _step(folder: Path, state: dict[str, Any]) -> Any:
     """How often the optimizer has stepped, from wherever it was saved."""
     saved = next((folder / "zero").glob("*/step.pt"), None)
-    return state["optimizer_state_dict"]["state"][0]["step"] if saved is None else _load(saved)
-
-
-def _load(path: Path) -> Any:
-    return torch.load(path, map_location="cpu", weights_only=False)
+    return state["optimizer_state_dict"]["state"][0]["step"] if saved is None else load_file(saved)

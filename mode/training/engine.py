@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib
 import logging
 import os
 import resource
 import sys
+import traceback
+import warnings
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -27,25 +31,17 @@ from mode.config_file import RunConfig
 from mode.engine import initialize
 from mode.moe.deepspeed import MoE
 from mode.moe.experts import PREFERENCE, choose_backend
-from mode.section import ConfigError, show
+from mode.section import ConfigError
+from mode.training.deepspeed_check import check_deepspeed_settings, reason
 from mode.training.local_ranks import free_port
 from mode.training.refusals import refuse_what_is_wrong
-from mode.training.watchdog import Watchdog
+from mode.training.watchdog import Watchdog, lost_a_rank
 from mode.transformer.model import ModeTransformer
 
 MONITORS = ("tensorboard", "csv_monitor", "wandb", "comet")
-TIMEOUT_MARGIN = 60  # seconds by which a collective's own limit is longer than the watchdog's, which tells more
+# Of a collective, where there is a watchdog: it ends a rank that waits in vain, and a slow save may keep one for hours.
+WATCHED_TIMEOUT = timedelta(days=1)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# DeepSpeed checks its settings by whatever exception comes first; all of these were seen for a wrong value.
-WRONG_SETTING = (
-    DeepSpeedConfigError,
-    ValueError,
-    TypeError,
-    AssertionError,
-    AttributeError,
-    KeyError,
-    NotImplementedError,
-)
 WARMUP_SHARE = 0.1  # of the steps, where the scheduler's warm-up is "auto"
 
 
@@ -59,6 +55,9 @@ def start_process_group(watchdog: Watchdog | None = None) -> None:
     watchdog = watchdog or Watchdog(None, rank=0)
     deepspeed_logger.setLevel(logging.WARNING)
     deepspeed_logger.addFilter(_is_news)
+    # DeepSpeed still calls collectives by the names that torch 2.13 deprecates.
+    deprecated = r"`torch\.distributed\.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated"
+    warnings.filterwarnings("ignore", deprecated, FutureWarning)
     # On CPUs DeepSpeed would compile a shared-memory all-reduce at the first start: a run needs no compiler.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if "RANK" not in os.environ:
@@ -67,7 +66,7 @@ def start_process_group(watchdog: Watchdog | None = None) -> None:
     get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))  # collectives before the engine exists need it too
     address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     watchdog.progress(f"the start, joining {os.environ['WORLD_SIZE']} ranks at {address}")
-    timeout = default_pg_timeout if watchdog.limit is None else timedelta(seconds=watchdog.limit + TIMEOUT_MARGIN)
+    timeout = default_pg_timeout if watchdog.limit is None else WATCHED_TIMEOUT
     backend = get_accelerator().communication_backend_name()
     try:
         deepspeed.init_distributed(dist_backend=backend, verbose=False, timeout=timeout)
@@ -77,11 +76,22 @@ def start_process_group(watchdog: Watchdog | None = None) -> None:
         raise ConfigError("MASTER_PORT", f"{address} is in use; name another by deepspeed --master_port") from error
 
 
+@contextlib.contextmanager
+def process_group(watchdog: Watchdog) -> Iterator[None]:
+    """Joins the launcher's process group and leaves it: a thread of gloo alive at exit can abort the interpreter."""
+    start_process_group(watchdog)
+    try:
+        yield
+    except BaseException as error:
+        if not lost_a_rank(error):  # then the watchdog ends the process: leaving could wait for the lost rank
+            distributed.destroy_process_group()
+        raise
+    distributed.destroy_process_group()
+
+
 def engine_settings(run: RunConfig, world_size: int) -> dict[str, Any]:
-    """DeepSpeed's part of the configuration with every "auto" filled in. Monitors are ours to write to."""
+    """DeepSpeed's part of the configuration, checked, with every "auto" filled in. Monitors are ours to write to."""
     settings = copy.deepcopy(run.deepspeed)
-    for name in MONITORS:
-        settings.pop(name, None)
     micro, accumulation = run.engine.batch_layout(world_size)
     settings["train_micro_batch_size_per_gpu"], settings["gradient_accumulation_steps"] = micro, accumulation
     settings["train_batch_size"] = micro * accumulation * world_size
@@ -93,7 +103,8 @@ def engine_settings(run: RunConfig, world_size: int) -> dict[str, Any]:
     for name, value in automatic.items():
         if scheduler.get(name) == "auto":
             scheduler[name] = value
-    return settings
+    check_deepspeed_settings(settings)
+    return {name: value for name, value in settings.items() if name not in MONITORS}
 
 
 def agreed_backend(run: RunConfig) -> tuple[str, str] | None:
@@ -123,14 +134,32 @@ def agreed_backend(run: RunConfig) -> tuple[str, str] | None:
 
 def build_model(config: ModeConfig) -> ModeTransformer:
     """The model with this rank's experts only."""
+    ep_size = 1 if config.experts is None else config.experts.ep_size
+    _check_memory(config, ep_size)
     if config.experts is None:
         return ModeTransformer(config)
-    ep_size, world_size = config.experts.ep_size, distributed.get_world_size()
+    world_size = distributed.get_world_size()
     if world_size % ep_size:
         raise ConfigError(
             "mode.experts.ep_size", f"is {ep_size}, which does not divide the {world_size} ranks; use a divisor"
         )
     return ModeTransformer(config, MoE)
+
+
+def _check_memory(config: ModeConfig, ep_size: int) -> None:
+    """Refuses a model whose weights alone, built in float32 on the host, are more than the machine's memory."""
+    experts = accounting.num_expert_parameters(config)
+    parameters = accounting.num_parameters(config) - experts + experts // ep_size
+    needed, there = (
+        accounting.ELEMENT_SIZE["fp32"] * parameters,
+        os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+    )
+    if needed > there:
+        raise ConfigError(
+            "mode.model",
+            f"has {parameters:,} parameters on a rank, {needed / 1e9:,.1f} GB in float32, but the machine has "
+            f"{there / 1e9:,.1f} GB; make it smaller, or mode.experts.ep_size larger (see tools/plan.py)",
+        )
 
 
 def build_engine(run: RunConfig, model: ModeTransformer, world_size: int, universal: bool = False) -> Any:
@@ -143,17 +172,21 @@ def build_engine(run: RunConfig, model: ModeTransformer, world_size: int, univer
     settings = engine_settings(run, world_size)
     if universal:
         settings["checkpoint"] = {**settings.get("checkpoint", {}), "load_universal": True}
-    if not isinstance(settings.get("optimizer"), dict) or "type" not in settings["optimizer"]:
-        legal = 'a DeepSpeed optimizer section, such as {"type": "AdamW", "params": {"lr": 0.001}}'
-        raise ConfigError("optimizer", f"is {show(settings.get('optimizer'))}; it must be {legal}")
-    if str(settings["optimizer"]["type"]).lower() != "muon":
+    if settings["optimizer"]["type"].lower() != "muon":
         import_muon_uncompiled()
     try:
         engine, _, _, _ = initialize(model, settings)
-    except WRONG_SETTING as error:
-        reason = " ".join(str(error).split())[:300] or type(error).__name__
-        raise ConfigError("deepspeed", f"DeepSpeed refused its part of the configuration: {reason}") from error
+    except (DeepSpeedConfigError, ValueError, AssertionError, NotImplementedError) as error:
+        if not refuses_a_setting(error):
+            raise
+        raise ConfigError("deepspeed", f"DeepSpeed refused its part of the configuration: {reason(error)}") from error
     return engine
+
+
+def refuses_a_setting(error: Exception) -> bool:
+    """Whether DeepSpeed raised it itself, with words. All else is a defect and keeps its traceback."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return bool(str(error)) and frame.f_globals["__name__"].startswith("deepspeed.")
 
 
 def import_muon_uncompiled() -> None:

@@ -6,12 +6,13 @@ block is a collective.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor, distributed, nn
 
 from mode.data import Split, spread_rows, validation_batches
 from mode.moe.router import ExpertRouter
@@ -57,36 +58,31 @@ def evaluate(
     `progress` is called before every batch. A plain model in place of the engine needs no process group.
     """
     alone = not distributed.is_initialized()
-    engine.eval()
-    if dropping:
-        for module in engine.modules():
-            if isinstance(module, ExpertRouter):
-                module.train()
     losses: Tensor | float = 0.0
     weight = torch.zeros((), dtype=torch.float64, device=device)
     shares: Tensor | float = 0.0
     routing: tuple[BlockRouting, ...] = ()
     rows = spread_rows(split.rows, num_rows)
-    for batch in validation_batches(
-        rows,
-        batch_size=batch_size,
-        rank=0 if alone else distributed.get_rank(),
-        world_size=1 if alone else distributed.get_world_size(),
-        end_of_text=end_of_text,
-    ):
-        progress()
-        out = engine(**model_inputs(batch, device), causal=causal)
-        weights_B = batch.weights.to(device)
-        losses = losses + weights_B.double() @ token_losses(out.logits, batch.input_ids.to(device)).double()
-        weight += weights_B.sum(dtype=torch.float64)
-        shares = shares + depth_sums(out.routing, weights_B)
-        routing = routing or out.routing
+    with _evaluating(engine, dropping):
+        for batch in validation_batches(
+            rows,
+            batch_size=batch_size,
+            rank=0 if alone else distributed.get_rank(),
+            world_size=1 if alone else distributed.get_world_size(),
+            end_of_text=end_of_text,
+        ):
+            progress()
+            out = engine(**model_inputs(batch, device), causal=causal)
+            weights_B = batch.weights.to(device)
+            losses = losses + weights_B.double() @ token_losses(out.logits, batch.input_ids.to(device)).double()
+            weight += weights_B.sum(dtype=torch.float64)
+            shares = shares + depth_sums(out.routing, weights_B)
+            routing = routing or out.routing
     assert isinstance(shares, Tensor) and isinstance(losses, Tensor)
     if not alone:
         distributed.all_reduce(losses)
         distributed.all_reduce(weight)
         distributed.all_reduce(shares)
-    engine.train()
     layers = [record.layer for record in routing if record.depth is not None]
     spoke = {record.layer for record in routing if record.depth is not None and record.depth.predicted_BL is not None}
     depth = {
@@ -95,6 +91,22 @@ def evaluate(
     }
     by_position = losses / weight
     return Evaluation(by_position.mean().item(), by_position.tolist(), depth, routing)
+
+
+@contextlib.contextmanager
+def _evaluating(model: nn.Module, dropping: bool) -> Iterator[None]:
+    """Puts a model into evaluation mode, and every module of it back into the mode it was in."""
+    was_training = {module: module.training for module in model.modules()}
+    model.eval()
+    if dropping:
+        for module in was_training:
+            if isinstance(module, ExpertRouter):
+                module.train()
+    try:
+        yield
+    finally:
+        for module, training in was_training.items():
+            module.training = training
 
 
 def depth_sums(routing: Sequence[BlockRouting], weights_B: Tensor) -> Tensor:

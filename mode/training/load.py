@@ -1,6 +1,6 @@
 """A trained model and its tokenizer, from a run directory or an exported folder, in one process.
 
-A checkpoint is a pickle: load only what you trust. An exported folder is none.
+A checkpoint is read without running code that may be in it (`unpickling`); an exported folder holds no pickle.
 """
 
 from __future__ import annotations
@@ -24,6 +24,12 @@ class Loaded:
     model: ModeTransformer  # for evaluation
     tokenizer: Tokenizer
     source: Path  # the checkpoint or folder it came from
+
+    @property
+    def name(self) -> str:
+        """The folder's name, or that of the run and the step."""
+        source = self.source.resolve()
+        return f"{source.parents[1].name}, step {step_of(source)}" if STEP.fullmatch(source.name) else source.name
 
 
 def load_model(path: Path, step: int | None = None, *, device: str = "cpu", dtype: torch.dtype | None = None) -> Loaded:

@@ -58,7 +58,7 @@ def run_on_ranks(
                 process.join()
         if codes != [0] * num_ranks:
             raise RankFailed(f"exit codes of the ranks: {codes} (None: ended because another failed or time was up)")
-        return [torch.load(file, weights_only=False) for file in files]
+        return [torch.load(file, weights_only=False) for file in files]  # written by the processes above
 
 
 @contextlib.contextmanager

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock, Timeout
 from torch import distributed
 
 from mode.config_file import RunConfig
 from mode.data import PackedData, Tokenizer
+from mode.run_files import EXTENSIONS
 from mode.section import ConfigError, show
 from mode.training.console import plan_table
 from mode.transformer.model import ModeTransformer
@@ -46,13 +48,17 @@ def start_from(model: ModeTransformer, folder: str, tokenizer: Tokenizer) -> Non
     model.load_pretrained(folder)
 
 
-def write_settings(run: RunConfig, data: PackedData, run_dir: Path) -> None:
-    """What the run can be gone on with: its whole configuration and its tokenizer."""
+def write_settings(run: RunConfig, data: PackedData, run_dir: Path, extensions: list[dict[str, Any]]) -> None:
+    """Writes what resuming needs, the whole configuration and the tokenizer, and where the plan became another."""
     mode = run.mode.to_dict()
     mode["train"]["stop_after"] = None
     settings = {**run.deepspeed, "mode": mode}
     (run_dir / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
     data.tokenizer.save(run_dir / "tokenizer")
+    if extensions:
+        (run_dir / EXTENSIONS).write_text(json.dumps(extensions, indent=2) + "\n")
+    else:
+        (run_dir / EXTENSIONS).unlink(missing_ok=True)  # of a run that was here before
 
 
 def description(

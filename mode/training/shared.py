@@ -1,9 +1,10 @@
-"""Whether all ranks see one run directory.
+"""Checks that all ranks see one run directory and read one corpus.
 
 A checkpoint is written by all ranks into one folder. On nodes that each have a folder of that name, the run
-would look healthy, and its checkpoints would lack what the other nodes wrote.
+would look healthy, and its checkpoints would lack what the other nodes wrote. Likewise a rank with other tokens
+would train on without a word.
 
-Knows nothing of what is kept in the directory.
+Knows nothing of what is kept in the directory, or of what the corpus is.
 """
 
 from __future__ import annotations
@@ -37,6 +38,21 @@ def check_shared(run_dir: Path) -> None:
             "--output_dir",
             f"{run_dir} is not one folder for all ranks: what rank 0 writes there, ranks {blind} do not see; name a "
             "folder on a file system that all nodes share",
+        )
+
+
+def check_same_corpus(digest: str, folder: Path) -> None:
+    """Refuses packed data that is not the same on all ranks; `folder` is this rank's cache. A collective."""
+    mine = (digest, str(folder))
+    seen: list[tuple[str, str]] = [mine] * distributed.get_world_size()
+    distributed.all_gather_object(seen, mine)
+    others = [rank for rank, (other, _) in enumerate(seen) if other != seen[0][0]]
+    if others:
+        raise ConfigError(
+            "mode.data",
+            f"the corpus is not the same on all ranks: ranks {others} have other tokens or another tokenizer than rank "
+            f"0 (rank 0: {seen[0][1]}, rank {others[0]}: {seen[others[0]][1]}); set mode.data.cache_dir to a folder "
+            "that all nodes share, or give every node the same files",
         )
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, distributed
 from mode.config_file import RunConfig
 from mode.data import Batch
 from mode.moe.deepspeed import clip_gradients
+from mode.records import BlockRouting
 from mode.training.inputs import Inputs, model_inputs
 from mode.training.metrics import CHOICES, routing_sums
 from mode.transformer.model import ModeOutput
@@ -29,7 +30,7 @@ class Step:
     losses: dict[str, Tensor]  # summed over this rank's micro-batches, float64: "total", then its terms
     grad_norm: float  # before clipping; not finite or negative where fp16 overflowed
     lr: float
-    last: ModeOutput  # of this rank's last micro-batch
+    routing: tuple[BlockRouting, ...]  # of this rank's last micro-batch
 
 
 def optimizer_step(
@@ -49,11 +50,9 @@ def optimizer_step(
     sums: Tensor | None = None
     for batch in batches:
         inputs = model_inputs(batch, device)
-        out: ModeOutput = engine(**inputs, labels=inputs["input_ids"], capacity_fraction=capacity_fraction)
-        assert out.loss is not None
-        engine.backward(out.loss)
-        outputs.append(torch.stack([out.loss.detach(), *(term.detach() for term in out.losses.values())]).double())
-        found = routing_sums(run.mode, out.routing)
+        losses, routing = _forward_and_backward(engine, inputs, capacity_fraction)
+        outputs.append(torch.stack(list(losses.values())).double())
+        found = routing_sums(run.mode, routing)
         sums = found if sums is None else sums + found
         if engine.is_gradient_accumulation_boundary():
             approve([terms[0] for terms in outputs], inputs)
@@ -63,5 +62,15 @@ def optimizer_step(
     assert sums is not None
     distributed.all_reduce(sums)
     engine.module.move_biases(dict(enumerate(sums[:, CHOICES:])))
-    losses = dict(zip(["total", *out.losses], torch.stack(outputs).sum(dim=0), strict=True))
-    return Step(sums, losses, float(engine.get_global_grad_norm() if norm is None else norm), lr, out)
+    losses = dict(zip(losses, torch.stack(outputs).sum(dim=0), strict=True))
+    return Step(sums, losses, float(engine.get_global_grad_norm() if norm is None else norm), lr, routing)
+
+
+def _forward_and_backward(
+    engine: Any, inputs: Inputs, capacity_fraction: Fraction | None
+) -> tuple[dict[str, Tensor], tuple[BlockRouting, ...]]:
+    """(losses: "total", then its terms; routing). Returns no logits: they are freed before the next forward pass."""
+    out: ModeOutput = engine(**inputs, labels=inputs["input_ids"], capacity_fraction=capacity_fraction)
+    assert out.loss is not None
+    engine.backward(out.loss)
+    return {"total": out.loss.detach(), **{name: term.detach() for name, term in out.losses.items()}}, out.routing

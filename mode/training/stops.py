@@ -6,10 +6,8 @@ that is not finite, and has any rank been asked to stop? All ranks get the same 
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any
 
 import torch
@@ -21,7 +19,6 @@ EXIT_BAD_INPUT = 2  # a setting, an argument or the data
 EXIT_NOT_FINITE = 3
 EXIT_SAVE_FAILED = 4
 EXIT_WATCHDOG = 5  # another rank is lost: the run can be resumed
-EXIT_INTERRUPTED = 75  # the usual code for "try again": the run can be resumed
 
 
 class NotFinite(Exception):
@@ -30,18 +27,6 @@ class NotFinite(Exception):
 
 class SaveFailed(Exception):
     """A checkpoint could not be written."""
-
-
-class StopSignal:
-    """Remembers SIGTERM and SIGINT until the step is over."""
-
-    def __init__(self) -> None:
-        self.received = False
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._receive)
-
-    def _receive(self, number: int, frame: FrameType | None) -> None:
-        self.received = True
 
 
 def layer_group(parameter_name: str) -> str:

@@ -7,8 +7,8 @@ FLOPs); those are what a checkpoint holds, so a resumed run repeats the uninterr
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from mode.config_file import RunConfig
 from mode.data import Batch, PackedData, TrainLoader
 from mode.ops.library import kernels_unavailable
 from mode.records import BlockRouting
+from mode.runs import describe_extension
 from mode.training import checkpoint as checkpoints
 from mode.training.clock import Clock
 from mode.training.closing import closing_table, commands, sample
@@ -31,30 +32,34 @@ from mode.training.evaluate import Evaluation, evaluate
 from mode.training.inputs import Inputs
 from mode.training.metrics import counted_flops, decision_image, routing_figures, routing_histograms
 from mode.training.opening import description, lock_directory, start_from, write_settings
-from mode.training.recorder import Recorder
-from mode.training.same_run import check_same_run, flat, identity
-from mode.training.shared import check_shared
+from mode.training.recorder import Recorder, check_monitors
+from mode.training.same_run import check_plan, check_same_run, extensions_of, flat, identity, plan, replanned
+from mode.training.shared import check_same_corpus, check_shared
 from mode.training.step import optimizer_step
-from mode.training.stops import NotFinite, StepGuard, StopSignal, Verdict, describe_not_finite
+from mode.training.stop_signal import StopSignal
+from mode.training.stops import NotFinite, StepGuard, Verdict, describe_not_finite
 from mode.training.watchdog import Watchdog
 from mode.transformer.model import ModeTransformer
 
 START_PATIENCE = 60.0  # seconds: building an engine may compile, and reading a checkpoint takes its time
 
 
-@dataclass(frozen=True)
-class Summary:
-    """How a run ended."""
-
-    finished: bool  # False: stopped early, to be resumed
-    step: int
-
-
 class Trainer:
     """Everything of one run on this rank."""
 
-    def __init__(self, run: RunConfig, data: PackedData, run_dir: Path, resume: str, watchdog: Watchdog) -> None:
+    def __init__(
+        self,
+        run: RunConfig,
+        data: PackedData,
+        run_dir: Path,
+        resume: str,
+        watchdog: Watchdog,
+        stop_signal: StopSignal,
+        extend: bool = False,
+    ) -> None:
+        """`extend` lets a run that exists go on by another plan: length, optimizer settings, schedule."""
         self.run, self.data, self.run_dir, self.watchdog = run, data, run_dir, watchdog
+        self.stop_signal, self.interrupted = stop_signal, False  # of this rank; whether any rank was asked to stop
         self.config = run.mode
         self.rank, self.world_size = distributed.get_rank(), distributed.get_world_size()
         self.micro_rows, self.num_micros = run.engine.batch_layout(self.world_size)
@@ -65,14 +70,21 @@ class Trainer:
         self.loader = TrainLoader(
             data.train.rows, global_batch_size=self.global_rows, seed=self.config.seed, end_of_text=self.end_of_text
         )
-        self.identity = identity(run, data, self.global_rows)
+        self.identity, self.plan = identity(run, data, self.global_rows), plan(run, self.num_steps)
+        check_monitors(run.deepspeed)
         self.watchdog.progress("the start, looking for a checkpoint", START_PATIENCE)
         self.lock = lock_directory(run_dir)
         check_shared(run_dir)
-        checkpoints.discard_leftovers(run_dir / "checkpoints")
-        found = checkpoints.find_checkpoint(resume, run_dir / "checkpoints")
+        check_same_corpus(data.digest, data.folder)
+        looking = partial(self.watchdog.progress, "the start, looking for a checkpoint", START_PATIENCE)
+        found = checkpoints.find_checkpoint(resume, run_dir / "checkpoints", looking)
+        self.extensions: list[dict[str, Any]] = []
+        changes: dict[str, Any] = {}
         if found is not None:
             check_same_run(found, self.identity)
+            changes = check_plan(found, self.plan, extend)
+            self.extensions = extensions_of(found, changes)
+        checkpoints.discard_leftovers(run_dir / "checkpoints")
         self.watchdog.progress("the start, building the engine", START_PATIENCE)
         self.backend = agreed_backend(run)
         if device().type == "cpu":
@@ -87,13 +99,17 @@ class Trainer:
         self.engine = build_engine(run, model, self.world_size, universal=saved_layout != self.layout)
         self.position = {"step": 0, "tokens": 0, "flops": 0}
         self.val_losses: dict[str, float] | None = None  # the last ones evaluated
+        self.unlogged: dict[str, float] | None = None  # of the step resumed from, if its evaluation is still to come
         if found is not None:
-            self._restore(found, saved_layout)
-        checkpoints.discard_after(run_dir / "checkpoints", self.position["step"])
+            with replanned(self.engine, found, changes):
+                self._restore(found, saved_layout)
+        checkpoints.clear_after(run_dir / "checkpoints", self.position["step"], set_aside=resume == "auto")
         self.guard = StepGuard(self.model, self.device, watch_gradients=run.engine.precision != "fp16")
         self.recorder = Recorder(run_dir, run.deepspeed, self.rank, self.position["step"])
         self.console = Console(self.position["step"], self.num_steps, active=self.rank == 0)
         self._describe(found)
+        if changes:
+            self.console.note(f"  {describe_extension(self.extensions[-1])}\n")
         distributed.barrier()  # the first step has a shorter limit than the start of the slowest rank
 
     @property
@@ -102,41 +118,52 @@ class Trainer:
 
     # ---- the loop ----
 
-    def train(self) -> Summary:
-        stop_signal = StopSignal()
+    def train(self) -> bool:
+        """Trains to the end, or until a rank is asked to stop: then returns True, and the run can be resumed."""
         train = self.config.train
         last = min(self.num_steps, train.stop_after or self.num_steps)
         self.clock = Clock(self.position, self.run.engine.precision, self.device)
         if self.position["step"] >= self.num_steps:
             self.console.note("this run is complete; --resume never would start it afresh")
-        while self.position["step"] < last:
-            values, interrupted = self._step(stop_signal)
+        self.interrupted = self.guard.verdict(self.stop_signal.received).stop
+        if self.interrupted:
+            self.console.note("stopped before the first step; start the same command again")
+            self.recorder.close()
+            return True
+        if self.unlogged is not None:
+            self._log(self.unlogged, evaluates=True)
+        while self.position["step"] < last and not self.interrupted:
+            values = self._step()
             step = self.position["step"]
             self.console.advance()
-            ends = interrupted or step >= last
-            if step % train.eval_every == 0 or step == self.num_steps:
-                values = {**(values or {}), **self._evaluate()}
-            if values:
-                self.recorder.write(self.position, values)
-                self.console.report(step, values)
-            if step % train.save_every == 0 or ends:
-                self._save()
-            if interrupted:
+            evaluates = step % train.eval_every == 0 or step == self.num_steps
+            if self.interrupted and evaluates:  # a launcher may kill it within seconds: resuming evaluates
+                self._save(unlogged=values or {})
                 break
-        return self._finish()
+            self._log(values, evaluates)
+            if step % train.save_every == 0 or step >= last or self.interrupted:
+                self._save()
+        self._finish()
+        return self.interrupted
 
-    def _step(self, stop_signal: StopSignal) -> tuple[dict[str, float] | None, bool]:
-        """One optimizer step: (what to log, if this step is logged; whether a rank was asked to stop)."""
+    def _log(self, values: dict[str, float] | None, evaluates: bool) -> None:
+        if evaluates:
+            values = {**(values or {}), **self._evaluate()}
+        if values:
+            self.recorder.write(self.position, values)
+            self.console.report(self.position["step"], values)
+            self._refuse_bad_validation(values)
+
+    def _step(self) -> dict[str, float] | None:
+        """Takes one optimizer step and returns what to log, if this step is logged; notices a request to stop."""
         position = self.position["step"]
-        stop = False
 
         def approve(losses: list[Tensor], inputs: Inputs) -> None:
-            nonlocal stop
             for loss in losses:
                 self.guard.see_loss(loss)
-            verdict = self.guard.verdict(stop_signal.received)
+            verdict = self.guard.verdict(self.stop_signal.received)
             self._refuse_what_is_not_finite(verdict, inputs)
-            stop = verdict.stop
+            self.interrupted = verdict.stop
 
         share = None
         if self.config.depth is not None:  # evaluated is the model as it will be used, trained the share of this step
@@ -149,7 +176,7 @@ class Trainer:
             "flops": self.position["flops"] + counted_flops(self.config, self.global_rows, listed, share),
         }
         if (position + 1) % self.config.train.log_every and position + 1 != self.num_steps:
-            return None, stop
+            return None
         terms = torch.stack(list(step.losses.values()))
         distributed.all_reduce(terms)
         losses = dict(zip(step.losses, (terms / (self.num_micros * self.world_size)).tolist(), strict=True))
@@ -159,9 +186,9 @@ class Trainer:
         detailed = self.config.train.monitor == "detailed"
         values |= routing_figures(self.config, listed, detailed)
         if detailed:
-            for tag, seen in routing_histograms(step.last.routing, listed):
+            for tag, seen in routing_histograms(step.routing, listed):
                 self.recorder.write_histogram(tag, seen, self.position["step"])
-        return values, stop
+        return values
 
     def _batches(self, step: int) -> Iterator[Batch]:
         """This rank's micro-batches of a step."""
@@ -175,11 +202,22 @@ class Trainer:
         if not verdict.bad_loss_ranks and not verdict.bad_groups:
             return
         what = describe_not_finite(verdict, self.model, inputs)
+        raise NotFinite(
+            f"step {self.position['step'] + 1}: {what}. No weight was changed by this step; {self._what_may_help()}"
+        )
+
+    def _refuse_bad_validation(self, values: dict[str, float]) -> None:
+        """A model whose validation loss is not finite is not saved: its run could not go on from there."""
+        bad = [f"{tag} is {values[tag]}" for tag in ("loss/val", "loss/val_causal") if not isfinite(values.get(tag, 0))]
+        if bad:
+            raise NotFinite(f"step {self.position['step']}: {' and '.join(bad)}; {self._what_may_help()}")
+
+    def _what_may_help(self) -> str:
         kept = checkpoints.complete_checkpoints(self.run_dir / "checkpoints")
         good = f"the last good checkpoint is {kept[-1]}" if kept else "there is no checkpoint yet"
-        raise NotFinite(
-            f"step {self.position['step'] + 1}: {what}. No weight was changed by this step; {good}. "
-            "A lower learning rate, a longer warm-up or a smaller gradient_clipping may help"
+        return (
+            f"{good}. A lower learning rate, a longer warm-up or a smaller gradient_clipping may help: a run that has "
+            "checkpoints takes them with --extend"
         )
 
     # ---- evaluation, saving, logging ----
@@ -199,6 +237,7 @@ class Trainer:
             causal = self._validation_loss(causal=True)
             kept = [shares.kept for shares in causal.depth.values()]
             values |= {"loss/val_causal": causal.loss, "depth/kept_fraction_causal": sum(kept) / len(kept)}
+        values["loss/counted"] = values.get("loss/val_causal", top_k.loss)  # one tag by which all runs can be compared
         return values, top_k.routing
 
     def _validation_loss(self, causal: bool = False) -> Evaluation:
@@ -213,18 +252,28 @@ class Trainer:
             causal=causal,
         )
 
-    def _save(self) -> None:
-        with self.clock.paused():
-            self.watchdog.progress(f"the save of step {self.position['step']}")
+    def _save(self, unlogged: dict[str, float] | None = None) -> None:
+        folder, stage = self.run_dir / "checkpoints", f"the save of step {self.position['step']}"
+        progress = partial(self.watchdog.progress, stage)
+        progress()
+        with self.clock.paused(), self.watchdog.following(stage, partial(checkpoints.num_bytes, folder)):
             buffers = dict(self.model.named_buffers())  # a universal checkpoint has none
-            state = {"position": self.position, "rng": torch.get_rng_state(), "buffers": buffers}
+            rng = torch.get_rng_state()
+            state = {"position": self.position, "rng": rng, "buffers": buffers, "unlogged": unlogged}
             checkpoints.save_checkpoint(
                 self.engine,
-                self.run_dir / "checkpoints",
+                folder,
                 self.position["step"],
                 state,
                 self.config.train.keep_last,
-                {**self.identity, "config": self.config.to_dict(), "layout": self.layout},
+                {
+                    **self.identity,
+                    "plan": self.plan,
+                    "extensions": self.extensions,
+                    "config": self.config.to_dict(),
+                    "layout": self.layout,
+                },
+                progress,
             )
 
     def _restore(self, found: Path, saved_layout: dict[str, Any]) -> None:
@@ -238,6 +287,7 @@ class Trainer:
             with for_any_layout(found, copy, saved_layout, self.layout, progress):
                 state = load_universal(self.engine, copy)
         self.position = dict(state["position"])
+        self.unlogged = state.get("unlogged")
         torch.set_rng_state(state["rng"])
         for name, buffer in self.model.named_buffers():
             buffer.copy_(state["buffers"][name])
@@ -246,23 +296,23 @@ class Trainer:
 
     def _describe(self, found: Path | None) -> None:
         if self.rank == 0:
-            write_settings(self.run, self.data, self.run_dir)
+            write_settings(self.run, self.data, self.run_dir, self.extensions)
             if found is None:
                 self.recorder.write_hparams(flat(self.config.to_dict()))
         step = self.position["step"]
         self.console.note(description(self.run, self.data, self.run_dir, self.backend, found, step))
 
-    def _finish(self) -> Summary:
+    def _finish(self) -> None:
         """Samples and prints the closing table; the state of the run is saved already."""
         seconds = self.clock.seconds()
         self.console.close()
-        finished = self.position["step"] >= self.num_steps
-        if not finished:
+        if self.interrupted or self.position["step"] < self.num_steps:
             self.console.note(f"\nstopped at step {self.position['step']} of {self.num_steps}; the state is saved.")
-            self.console.note(commands(self.run_dir))
+            self.console.note(commands(self.run_dir, self.world_size))
             self.recorder.close()
-            return Summary(False, self.position["step"])
+            return
         losses = self.val_losses or self._validate()[0]
+        self._refuse_bad_validation(losses)
         self.watchdog.progress("the closing sample")
         text = sample(self.model, self.run, self.data, self.device)
         self.watchdog.close()  # no collective follows, and the closing table may take its time
@@ -272,5 +322,4 @@ class Trainer:
             figures = closing_table(
                 self.model, self.data, self.run_dir / "metrics.jsonl", self.position, losses, seconds
             )
-            self.console.note(f"\n{figures}\n\nsample:\n{text}\n\n{commands(self.run_dir)}")
-        return Summary(True, self.position["step"])
+            self.console.note(f"\n{figures}\n\nsample:\n{text}\n\n{commands(self.run_dir, self.world_size)}")

@@ -15,7 +15,7 @@ import re
 import sys
 import threading
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from traceback import FrameSummary
 from types import FrameType, TracebackType
@@ -64,6 +64,28 @@ class Watchdog:
         """
         self.stage, self.patience = stage, patience
         self.beats += 1
+
+    @contextlib.contextmanager
+    def following(self, stage: str, measure: Callable[[], object]) -> Iterator[None]:
+        """Takes every change of `measure()` for progress, also while this rank waits for others that cause it.
+
+        It is measured in a thread of its own: what blocks there does not keep the watchdog from noticing.
+        """
+        over = threading.Event()
+
+        def follow(limit: float) -> None:
+            seen = measure()
+            while not over.wait(limit / TICKS):
+                before, seen = seen, measure()
+                if seen != before and not over.is_set():
+                    self.progress(stage)
+
+        if self.limit is not None:
+            threading.Thread(target=follow, args=(self.limit,), name="following", daemon=True).start()
+        try:
+            yield
+        finally:
+            over.set()
 
     def close(self) -> None:
         """From here on this rank waits for nobody."""

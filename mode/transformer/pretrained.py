@@ -29,6 +29,7 @@ WEIGHTS, CONFIG = "model.safetensors", "config.json"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 FILES = (WEIGHTS, CONFIG, *TOKENIZER_FILES)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+STORED_DTYPES = ("F64", "F32", "BF16", "F16")  # by safetensors' names; others it knows cannot be computed with
 
 # Settings that change how a model is trained or computed, not what its weights mean.
 FREE = {
@@ -87,6 +88,7 @@ def save_pretrained(
         )
         about = {"format_version": FORMAT_VERSION, "mode_version": mode.__version__, "mode": config.to_dict()}
         (incomplete / CONFIG).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+        (incomplete / WEIGHTS).chmod((incomplete / CONFIG).stat().st_mode)  # safetensors allows its owner only
         for name in TOKENIZER_FILES:
             shutil.copyfile(tokenizer_folder / name, incomplete / name)
         if folder.exists():
@@ -142,14 +144,15 @@ def read_weights(
         with safe_open(file, framework="pt", device=str(device)) as stored:
             shapes = {name: tuple(stored.get_slice(name).get_shape()) for name in stored.keys()}  # noqa: SIM118
             _check_shapes(file, shapes, {name: tuple(tensor.shape) for name, tensor in expected.items()})
+            for name in expected:
+                kind = stored.get_slice(name).get_dtype()
+                if kind not in STORED_DTYPES:
+                    legal = ", ".join(STORED_DTYPES)
+                    raise ConfigError(name, f"holds {kind}; it must be one of {legal}: export again", str(file))
             weights = {name: stored.get_tensor(name) for name in expected}
     except (OSError, SafetensorError) as error:
         reason = " ".join(str(error).split())
         raise ConfigError("file", f"cannot be read: {reason}; export the model again", str(file)) from None
-    for name, tensor in weights.items():
-        if not tensor.is_floating_point():
-            kind = f"holds {tensor.dtype}, not floating-point numbers"
-            raise ConfigError(name, f"{kind}; export the model again", str(file))
     return weights
 
 

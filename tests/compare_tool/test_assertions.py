@@ -49,7 +49,10 @@ def test_assert_better_knows_its_margin(tmp_path, capsys):
     def code(*arguments: str) -> int:
         return compare.main([str(tmp_path), "--assert_better", *arguments])
 
-    assert code("a", "b") == 0 and code("a", "b", "--by", "0.0099") == 0
+    assert code("a", "b", "--by", "0.0099") == 0
+    capsys.readouterr()
+    assert code("a", "b") == 1, "one seed has no spread, so a margin must be named"
+    assert "name a margin by --by, or train more seeds" in capsys.readouterr().err
     assert code("a", "b", "--by", "0.0101") == 1
     assert "a is 1.000% below b" in capsys.readouterr().err
     assert code("b", "a") == 1 and code("b", "b") == 2  # a variant is not better than itself
@@ -79,6 +82,51 @@ def test_assert_better_is_not_held_against_half_a_run(tmp_path, capsys):
         capsys, tmp_path, "--assert_better", "a", "b"
     )
     assert compare.main([str(tmp_path), "--assert_better", "b", "a"]) == 1, "who is not through may still claim"
+
+
+@pytest.mark.parametrize(
+    ("shifts", "steps", "by", "word", "code"),
+    [
+        pytest.param([0.0], 100, None, None, 1, id="one seed"),
+        pytest.param([0.0], 100, "0.01", "better", 0, id="one seed and a margin"),
+        pytest.param([0.0], 56, "0.01", None, 2, id="one seed and a baseline in the middle of its schedule"),
+        pytest.param([0.0, 0.01], 56, None, None, 2, id="a baseline in the middle of its schedule"),
+        pytest.param([0.0, 0.2], 100, None, None, 1, id="within the spread"),
+        pytest.param([0.0, 0.01], 100, None, "better", 0, id="outside the spread"),
+        pytest.param([0.0, 0.01], 100, "0.05", "better", 1, id="outside the spread by less than asked for"),
+    ],
+)
+def test_the_verdict_and_assert_better_follow_one_rule(tmp_path, capsys, shifts, steps, by, word, code):
+    """`a` is 3 % below `b`, and at the end of its schedule where `b` is at the step given."""
+    for seed, shift in enumerate(shifts):
+        write_run(tmp_path / f"a-s{seed}", lambda _, shift=shift: 3.88 + shift, flops=steps * 10**7, mode__seed=seed)
+        write_run(tmp_path / f"b-s{seed}", lambda _, shift=shift: 4.0 + shift, mode__seed=seed, mode__experts__width=16)
+    margin = [] if by is None else ["--by", by]
+    arguments = [tmp_path, "--baseline", "b", "--assert_better", "a", "b", *margin]
+    if code == 2:
+        assert f"b is only through {steps}% of its steps where it is compared" in fails(capsys, *arguments)
+        arguments = arguments[:3]
+    (verdict,) = figures(capsys, *arguments, code=0 if code == 2 else code)["verdicts"]
+    assert verdict["verdict"] == word and verdict["percent"] == pytest.approx(-3, abs=0.1)
+    assert ("no verdict: " in verdict["text"]) == (word is None) and ("better" in verdict["text"]) == (word == "better")
+
+
+def test_who_is_not_comparable_gets_no_verdict(tmp_path, capsys):
+    counts = {"num_documents": 3, "num_tokens": 1000, "num_bytes": 4000}
+    depth = {"capacity_fraction": 0.25, "predictor": {"width": 8}}
+    for seed in range(2):
+        shift = seed / 100
+        write_run(tmp_path / f"a-s{seed}", lambda _, shift=shift: 4.0 + shift, mode__seed=seed, corpus=counts)
+        write_run(tmp_path / f"b-s{seed}", lambda _, shift=shift: 3.0 + shift, mode__seed=seed,
+                  mode__experts__width=16, corpus=counts | {"num_bytes": 5000})  # fmt: skip
+        write_run(tmp_path / f"c-s{seed}", lambda _, shift=shift: 3.0 + shift, mode__seed=seed, mode__depth=depth,
+                  corpus=counts)  # fmt: skip
+        write_run(tmp_path / f"d-s{seed}", lambda flops, shift=shift: 3.0 + shift if flops < 9e10 else math.nan,
+                  mode__seed=seed, mode__experts__width=24, corpus=counts)  # fmt: skip
+    words = ["NOT COMPARABLE", "counts by its top-k loss", "is not finite from step"]
+    for verdict, word in zip(figures(capsys, tmp_path)["verdicts"], words, strict=True):
+        assert verdict["verdict"] is None and verdict["outside_spread"] and word in verdict["text"]
+        assert "no verdict: " in verdict["text"] and "better" not in verdict["text"]
 
 
 def test_assert_better_makes_the_remarks_of_the_verdict(tmp_path, capsys):

@@ -80,6 +80,34 @@ def test_losses_that_are_not_finite_end_a_curve(tmp_path, capsys):
     assert code == 1 and "not finite from step 70" in capsys.readouterr().err
 
 
+def test_a_null_in_the_metrics_is_a_loss_that_is_not_finite(tmp_path):
+    folder = write_run(tmp_path / "a", lambda _: 4.0)
+    lines = (folder / "metrics.jsonl").read_text().splitlines(True)
+    lines[-1] = json.dumps(json.loads(lines[-1]) | {"loss/val": None}) + "\n"
+    (folder / "metrics.jsonl").write_text("".join(lines))
+    run = read_run(folder)
+    assert run.diverged_at("loss/val") == 100 and run.counted.span("steps") == (10, 90)
+
+
+def test_a_run_that_was_extended_is_named_and_is_no_seed_of_one_that_was_not(tmp_path, capsys):
+    extensions = [{"step": 40, "changes": {"mode.train.steps": [40, 100], "scheduler": [None, {"type": "WarmupLR"}]}}]
+    for seed in range(2):
+        write_run(tmp_path / f"a-s{seed}", lambda _: 4.0, mode__seed=seed)
+    write_run(tmp_path / "a-s2", lambda _: 4.0, mode__seed=2)
+    (tmp_path / "a-s2" / "extensions.json").write_text(json.dumps(extensions))
+    found = figures(capsys, tmp_path)
+    assert [variant["seeds"] for variant in found["variants"]] == [[0, 1], [2]]
+    assert list(found["differences"]) == ["extended"] and found["runs"][2]["extensions"] == extensions
+    words = (
+        "extended at step 40, its schedules planned anew: mode.train.steps from 40 to 100, "
+        'scheduler from null to {"type": "WarmupLR"}'
+    )
+    assert found["runs"][2]["notes"] == [words]
+    assert f"{tmp_path / 'a-s2'} was {words}" in found["verdicts"][0]["remarks"]
+    (tmp_path / "a-s2" / "extensions.json").write_text("[1]")
+    assert "extensions.json cannot be read" in fails(capsys, tmp_path / "a-s2")
+
+
 def test_runs_without_overlap_get_a_message_and_no_number(tmp_path, capsys):
     write_run(tmp_path / "small", lambda _: 4.0)
     write_run(tmp_path / "large", lambda _: 3.0, flops=10**12, mode__experts__width=64)
@@ -88,7 +116,7 @@ def test_runs_without_overlap_get_a_message_and_no_number(tmp_path, capsys):
     assert "no overlap in training FLOPs" in found["verdicts"][0]["text"]
     assert found["matched"]["steps"]["points"][-1]["loss"]["large"]["mean"] == 3.0
     assert "no overlap" in fails(capsys, tmp_path / "small", tmp_path / "large", "--assert_better", "large", "small")
-    assert compare.main([str(tmp_path), "--assert_better", "large", "small", "--at", "steps"]) == 0
+    assert compare.main([str(tmp_path), "--assert_better", "large", "small", "--at", "steps", "--by", "0.2"]) == 0
 
 
 def test_a_variant_that_begins_after_others_have_ended_is_left_out_by_name(tmp_path, capsys):

@@ -6,8 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.tensorboard import SummaryWriter
 
+from mode.runs import read_run
 from tests import launch
 from tests.compare_tool.written_runs import figures, power_law, write_run
 
@@ -64,6 +66,14 @@ def test_a_real_run_and_its_resumed_twin_are_equal_to_the_bit(real, capsys):
     manifest = json.loads((real / "whole" / "checkpoints" / "step_00000012" / "manifest.json").read_text())
     counts = manifest["run"]["corpus"]["validation"]
     assert run["bytes_per_token"] == counts["num_bytes"] / counts["num_tokens"]
+
+
+def test_losses_by_time_are_at_the_training_time_of_the_metrics_also_after_a_resume(real):
+    for name in ("whole", "parts"):
+        run, board = read_run(real / name), EventAccumulator(str(real / name), size_guidance={"scalars": 0}).Reload()
+        for tag in ("train", "counted"):
+            seconds = [round(time) for time, row in zip(run.seconds, run.rows, strict=True) if f"loss/{tag}" in row]
+            assert [event.step for event in board.Scalars(f"loss_by_time/{tag}")] == seconds, (name, tag)
 
 
 def test_a_real_run_reads_the_same_from_its_event_files(real, tmp_path, capsys):

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mode.data import TrainLoader, document_ids, spread_rows, validation_batches
+from mode.data.checked import Tokens
 from mode.data.loader import epoch_order, sample_rows
-from mode.data.packing import Tokens
 
 
 def make_rows(num_rows: int, length: int = 5) -> Tokens:

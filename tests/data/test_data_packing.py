@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 
 import mode.config
+import mode.data.checked as checked
 import mode.data.packing as packing
 from mode.config import ModeConfig
-from mode.data import DataError, PackedData, Tokenizer, document_ids, prepare_data
+from mode.data import DamagedCache, DataError, PackedData, Tokenizer, document_ids, prepare_data
 from mode.data.packing import SPLITS, token_dtype, validation_limit
 from mode.data.tokenizer import train_bpe
 from mode.host import default_cache_dir
@@ -67,8 +68,9 @@ def test_rows_are_consecutive_pieces_of_the_flat_file(configure: Configure, corp
     for data, length in ((short, 16), (long, 33)):
         rows = data.train.rows
         assert rows.shape == (len(flat) // length, length)
-        assert np.array_equal(rows.reshape(-1), flat[: rows.size])
-        assert isinstance(rows, np.memmap) and not rows.flags.writeable
+        assert np.array_equal(rows[:].reshape(-1), flat[: len(rows) * length])
+        assert np.array_equal(rows[np.array([2, 0])], flat[: 3 * length].reshape(3, length)[[2, 0]])
+        assert isinstance(rows[:], np.memmap) and not rows[:].flags.writeable
 
 
 def test_counts_are_those_of_the_text(configure: Configure, corpus: list[str], tmp_path: Path) -> None:
@@ -138,7 +140,7 @@ def test_a_pretrained_tokenizer_is_used_and_checked(configure: Configure, corpus
     pretrained = {"tokenizer": "pretrained", "pretrained": str(first.folder)}
     second = prepare_data(configure(tmp_path / "texts/*.txt", **pretrained), quiet=True)
     assert second.folder != first.folder
-    assert np.array_equal(first.train.rows, second.train.rows)
+    assert np.array_equal(first.train.rows[:], second.train.rows[:])
     with pytest.raises(DataError, match=r"has 300 entries, more than mode\.model\.vocab_size = 299"):
         prepare_data(configure(tmp_path / "texts/*.txt", vocab_size=299, **pretrained), quiet=True)
 
@@ -182,7 +184,7 @@ def test_a_second_call_reads_the_cache(
     config = configure(tmp_path / "texts/*.txt")
     first, second = prepare_data(config, quiet=True), prepare_data(config, quiet=True)
     assert len(builds) == 1
-    assert np.array_equal(first.train.rows, second.train.rows)
+    assert np.array_equal(first.train.rows[:], second.train.rows[:])
     assert sorted(path.name for path in (tmp_path / "cache").iterdir()) == [
         first.folder.name,
         first.folder.name + ".lock",
@@ -217,22 +219,107 @@ def test_building_twice_gives_the_same_bytes(configure: Configure, corpus: list[
     assert bytes_of(first.folder) == bytes_of(other.folder)
 
 
-@pytest.mark.parametrize(
-    "name", ["train.bin", "validation.bin", "tokenizer.json", "tokenizer_config.json", "meta.json"]
-)
-@pytest.mark.parametrize("damage", ["truncated", "missing"])
-def test_a_damaged_cache_is_built_again(
-    configure: Configure, corpus: list[str], tmp_path: Path, name: str, damage: str
+def change_meta(content: bytes) -> bytes:
+    meta = json.loads(content)
+    meta["splits"]["train"]["num_bytes"] += 1
+    return json.dumps(meta, indent=2).encode()
+
+
+def without_checksums(content: bytes) -> bytes:
+    meta = json.loads(content)
+    del meta["checksum"], meta["checksums"]
+    return json.dumps(meta, indent=2).encode()
+
+
+def change_tokens(content: bytes) -> bytes:
+    tokens = np.frombuffer(content, dtype=np.uint16).copy()
+    tokens[::20] ^= 1  # 5 % of them, to ids that are legal
+    return tokens.tobytes()
+
+
+DAMAGES: list[tuple[str, Callable[[bytes], bytes], str]] = [
+    *((name, lambda content: content[:-2], "") for name in ("train.bin", "validation.bin", "tokenizer.json")),
+    *((name, lambda content: content[:-2], "") for name in ("tokenizer_config.json", "train.crc32", "meta.json")),
+    ("train.bin", lambda content: bytes(len(content)), "the block at byte 0 is not as it was written"),
+    ("train.bin", change_tokens, "is not as it was written"),
+    ("validation.bin", lambda content: b"\xff" * len(content), "is not as it was written"),  # no token has this id
+    ("train.crc32", lambda content: bytes(len(content)), "is not as it was written"),
+    ("tokenizer.json", lambda content: content.replace(b'"e"', b'"E"'), "is not as it was written"),
+    ("tokenizer_config.json", lambda content: content[:-3] + b"}}}", "is not as it was written"),
+    ("meta.json", lambda content: b"\xff\xfe" + content, "is not JSON"),
+    ("meta.json", lambda content: b"[1]", "is not as it was written"),
+    ("meta.json", lambda content: b"[" * 100_000, "is not JSON"),
+    ("meta.json", change_meta, "is not as it was written"),
+    ("meta.json", without_checksums, "has no checksums, as caches of earlier versions"),
+]
+
+
+@pytest.mark.parametrize(("name", "damage", "words"), DAMAGES, ids=[f"{n}{i}" for i, (n, _, _) in enumerate(DAMAGES)])
+def test_a_damaged_cache_is_built_again_and_one_line_says_so(
+    configure: Configure,
+    corpus: list[str],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    name: str,
+    damage: Callable[[bytes], bytes],
+    words: str,
+) -> None:
+    config = configure(tmp_path / "texts/*.txt", tokenizer="bytes")
+    folder = prepare_data(config, quiet=True).folder
+    before = bytes_of(folder)
+    (folder / name).write_bytes(damage(before[name]))
+    assert bytes_of(folder) != before
+    assert prepare_data(config, quiet=True).folder == folder
+    assert bytes_of(folder) == before
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith(f"{folder / name}: ") and words in line
+    assert line.endswith(f"; building the data cache again from {tmp_path}/texts/000.txt and 39 more files")
+
+
+@pytest.mark.parametrize("name", ["train.bin", "validation.crc32", "tokenizer.json", "meta.json"])
+def test_a_cache_that_lacks_a_file_is_built_again(
+    configure: Configure, corpus: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str], name: str
 ) -> None:
     config = configure(tmp_path / "texts/*.txt")
     folder = prepare_data(config, quiet=True).folder
     before = bytes_of(folder)
-    if damage == "truncated":
-        os.truncate(folder / name, len(before[name]) - 2)
-    else:
-        (folder / name).unlink()
-    assert prepare_data(config, quiet=True).folder == folder
+    (folder / name).unlink()
+    prepare_data(config, quiet=True)
     assert bytes_of(folder) == before
+    assert f"{folder / name}: is missing; building the data cache again from" in capfd.readouterr().err
+
+
+def test_a_damaged_block_of_a_large_cache_is_an_error_when_it_is_read_and_mended_by_starting_again(
+    configure: Configure, corpus: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checked, "BLOCK", 64)
+    monkeypatch.setattr(checked, "SPOT_CHECKS", 1)  # so that only the first block is looked at when a file is opened
+    config = configure(tmp_path / "texts/*.txt", sequence_length=48)  # 96 bytes: rows begin within blocks
+    whole = prepare_data(config, quiet=True)
+    expected = np.array(whole.train.rows[:])
+    damaged = 10 * 64 + 5  # the byte: in block 10, so in rows 6 and 7 of bytes 576 to 671 and 672 to 767
+    content = bytearray((whole.folder / "train.bin").read_bytes())
+    content[damaged] ^= 1
+    (whole.folder / "train.bin").write_bytes(content)
+
+    rows = prepare_data(config, quiet=True).train.rows
+    assert np.array_equal(rows[np.array([5, 8, 0])], expected[[5, 8, 0]])
+    assert np.array_equal(rows[:6], expected[:6])
+    for index in (np.array([0, 7]), np.array([6]), slice(None)):
+        with pytest.raises(DamagedCache, match=r"train\.bin: the block at byte 640 .* start again: .* built again"):
+            rows[index]
+    assert np.array_equal(prepare_data(config, quiet=True).train.rows[:], expected)
+
+
+def test_the_digest_is_that_of_the_tokens_and_the_tokenizer(
+    configure: Configure, corpus: list[str], tmp_path: Path
+) -> None:
+    first = prepare_data(configure(tmp_path / "texts/*.txt"), quiet=True)
+    (tmp_path / "texts").rename(tmp_path / "moved")
+    moved = prepare_data(configure(tmp_path / "moved/*.txt"), quiet=True)
+    assert moved.folder != first.folder and moved.digest == first.digest
+    (tmp_path / "moved/000.txt").write_text(corpus[0] + "!")
+    assert prepare_data(configure(tmp_path / "moved/*.txt"), quiet=True).digest != first.digest
 
 
 def test_a_failed_build_leaves_nothing_behind(configure: Configure, corpus: list[str], tmp_path: Path) -> None:
@@ -287,7 +374,6 @@ PROGRAM = """
 import json, os, sys, time
 from pathlib import Path
 import mode.data.packing as packing
-from mode.config import ModeConfig
 config = ModeConfig.from_dict(json.loads(Path(sys.argv[1]).read_text()))
 here = Path(sys.argv[1]).parent
 BEFORE

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
-import re
 import socket
 import subprocess
 import sys
@@ -95,8 +95,45 @@ def test_a_glob_without_matches_is_named(tmp_path: Path) -> None:
     assert f'{tmp_path}/*.txt: no file matches this entry of "files.paths"' in error(tmp_path / "*.txt")
 
 
-def test_a_folder_given_for_a_file_is_explained(tmp_path: Path) -> None:
-    assert re.search(r"no file matches.*it is a folder, whose text files .*\*\*/\*\.txt would name", error(tmp_path))
+def test_a_folder_stands_for_the_text_files_below_it(tmp_path: Path) -> None:
+    names = ["b/deep/c.txt", "a.txt", "b/a.md", "z.TXT", "notes.txt.gz"]
+    passed_by = ["picture.png", ".hidden.txt", ".git/d.txt", "archive.gz", "LICENSE"]
+    for name in names + passed_by:
+        path = tmp_path / "texts" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(gzip.compress(name.encode()) if name.endswith(".gz") else name.encode())
+    (tmp_path / "texts" / "empty.txt").touch()
+    assert read(tmp_path / "texts") == sorted(names)
+    assert read(tmp_path / "texts" / "z.TXT", f"{tmp_path}/texts/") == ["z.TXT", *sorted(set(names) - {"z.TXT"})]
+    (tmp_path / "bare").mkdir()
+    assert 'bare: this folder of "files.paths" holds no file of .txt, .md, .jsonl, ' in error(tmp_path / "bare")
+
+
+def test_a_single_path_needs_no_list(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one")
+    config = DataConfig.from_dict({"source": "files", "files": {"paths": str(tmp_path)}})
+    assert list(open_source(config).documents()) == ["one"]
+    assert DataConfig.from_dict(config.to_dict()) == config
+
+
+@pytest.mark.parametrize("extension", ["txt", "md", "jsonl", "json", "csv"])
+def test_a_compressed_file_is_read_like_the_file_in_it(tmp_path: Path, extension: str) -> None:
+    plain = tmp_path / f"a.{extension}"
+    if extension in ("txt", "md"):
+        plain.write_bytes(TEXTS[1].encode())
+    else:
+        write_table(plain, TEXTS)
+    compressed = tmp_path / f"b.{extension}.gz"
+    compressed.write_bytes(gzip.compress(plain.read_bytes()))
+    assert read(compressed) == read(plain)
+    whole = compressed.read_bytes()
+    compressed.write_bytes(whole[:-9])
+    assert error(compressed).startswith(f"{compressed}: cannot be read: ")
+    compressed.write_bytes(b"no gzip file")
+    assert error(compressed) == f"{compressed}: cannot be read: Not a gzipped file (b'no')"
+    content = b'{"text": "good"}\n{"text": "\xff"}\n'
+    compressed.write_bytes(gzip.compress(content))
+    assert f"{compressed}: the byte at offset {content.index(0xFF)} is not UTF-8 text" in error(compressed)
 
 
 @pytest.mark.parametrize("extension", ["txt", "jsonl", "json", "csv", "parquet"])
@@ -145,10 +182,13 @@ def test_the_offset_of_an_undecodable_byte_is_right_deep_in_a_large_table(tmp_pa
     assert f"the byte at offset {content.rindex(0xE2)} is not UTF-8 text" in error(path)
 
 
-def test_an_unknown_extension_is_named_beside_the_known_ones(tmp_path: Path) -> None:
-    (tmp_path / "a.pdf").write_text("x")
-    expected = 'a.pdf: unknown extension ".pdf"; it must be one of .txt, .jsonl, .json, .csv, .parquet'
-    assert error(tmp_path / "a.pdf").endswith(expected)
+@pytest.mark.parametrize(("name", "shown"), [("a.pdf", ".pdf"), ("a.pdf.gz", ".gz"), ("a.parquet.gz", ".gz")])
+def test_an_unknown_extension_is_named_beside_the_known_ones(tmp_path: Path, name: str, shown: str) -> None:
+    (tmp_path / name).write_text("x")
+    expected = (
+        f'{name}: unknown extension "{shown}"; it must be one of .txt, .md, .jsonl, .json, .csv, .parquet, the first'
+    )
+    assert expected in error(tmp_path / name)
 
 
 def test_a_broken_line_of_jsonl_is_named_by_its_number(tmp_path: Path) -> None:
@@ -190,6 +230,7 @@ def test_an_edit_changes_the_identity_of_files(tmp_path: Path) -> None:
 
 def test_a_hub_dataset_is_read_by_name_config_split_and_column(monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
+    import huggingface_hub.constants
 
     asked = []
 
@@ -197,6 +238,7 @@ def test_a_hub_dataset_is_read_by_name_config_split_and_column(monkeypatch: pyte
         asked.append((*names, split))
         return datasets.Dataset.from_dict({"id": [1, 2, 3], "body": ["one", None, "two"]})
 
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)  # so that the hub is not looked for
     monkeypatch.setattr(datasets, "load_dataset", load)
     source = HubDataset(HubConfig(name="some/data", config="small", split="test", text_column="body"))
     assert list(source.documents()) == ["one", "two"]
@@ -206,9 +248,16 @@ def test_a_hub_dataset_is_read_by_name_config_split_and_column(monkeypatch: pyte
     ):
         list(HubDataset(HubConfig(name="some/data")).documents())
 
+    def lose_contact(*_: object, **__: object) -> None:
+        raise EOFError("the connection broke\nhalf-way")  # HTTP clients have errors of their own
 
-def test_a_hub_out_of_reach_is_a_clear_error(tmp_path: Path) -> None:
-    # in a process of its own: the libraries read this variable when they are imported
+    monkeypatch.setattr(datasets, "load_dataset", lose_contact)
+    with pytest.raises(DataError, match='hub dataset "some/data": cannot be loaded: the connection broke$'):
+        list(source.documents())
+
+
+def test_a_hub_out_of_reach_is_a_clear_error_without_retries(tmp_path: Path) -> None:
+    # in a process of its own: the libraries read these variables when they are imported
     code = (
         "from mode.config import HubConfig\n"
         "from mode.data.errors import DataError\n"
@@ -219,13 +268,23 @@ def test_a_hub_out_of_reach_is_a_clear_error(tmp_path: Path) -> None:
         "    try: act()\n"
         "    except DataError as error: print(error)\n"
     )
-    root = str(Path(mode.config.__file__).parents[1])
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "PYTHONPATH": root}
-    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))  # and does not listen: connections are refused
+        environment |= {
+            "HF_ENDPOINT": f"http://127.0.0.1:{unused.getsockname()[1]}",
+            "HF_HOME": str(tmp_path),
+            "NO_PROXY": "127.0.0.1",
+            "PYTHONPATH": str(Path(mode.config.__file__).parents[1]),
+        }
+        result = subprocess.run(
+            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+        )
     dataset, tokenizer = result.stdout.splitlines()
     assert dataset.startswith('hub dataset "no/such": cannot be reached (')
     assert dataset.endswith('"python_stdlib" and "files" work without')
     assert 'tokenizer "no/such": there is no such file or folder, and the Hugging Face hub cannot provide' in tokenizer
+    assert "Retrying" not in result.stderr
 
 
 @pytest.mark.parametrize("separator", ["\n\n", "\n", " ", "x"], ids=["paragraphs", "lines", "words", "nothing"])

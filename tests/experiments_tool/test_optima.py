@@ -164,7 +164,7 @@ def test_the_best_variation_is_found_by_the_seeds_that_all_have(tmp_path, capsys
 
 
 def test_a_sweep_without_a_budget_warns_of_unequal_flops(tmp_path, capsys, configs):
-    arguments = ["--config", *configs, "--output", tmp_path / "out", "--plan"]
+    arguments = ["--config", *configs, "--output", tmp_path / "out", "--flops_per_second", "1e9", "--plan"]
     dense, mod = run_tool(sweep, capsys, *arguments)["members"]
     assert dense["plan"]["flops"] > 1.05 * mod["plan"]["flops"]
     sweep.main([*map(str, arguments)])

@@ -13,7 +13,7 @@ from mode import accounting
 from mode.config_file import load_run_config
 from mode.section import ConfigError
 from tests import launch
-from tests.experiments_tool.using import isoflop, refused, sweep
+from tests.experiments_tool.using import STAND_IN, isoflop, refused, run_tool, sweep
 from tools import plan
 from tools.experiments.fitting import between, fit
 from tools.experiments.members import parse_size, parse_vary, plan_members, resize, short_names
@@ -43,10 +43,42 @@ def test_the_plan_has_the_figures_of_the_plan_tool_and_the_length_of_the_budget(
 def test_a_plan_warns_of_budgets_that_whole_steps_miss(tmp_path, capsys, configs):
     step = accounting.step_flops(load_run_config(configs[0]), 1)
     options = ["--config", configs[0], "--output", tmp_path / "runs", "--sizes", "2x32", "--seeds", 0, 1, "--plan"]
+    options += ["--flops_per_second", "1e9"]
     assert isoflop.main([*map(str, options), "--budgets", "1e3", "1e12", str(20 * step)]) == 0
     warnings = capsys.readouterr().err.splitlines()
     assert len(warnings) == 1, "one for both seeds, and none for budgets of many steps"
     assert warnings[0].startswith("warning: dense-2x32-1000-seed0: mode.train.flops is 1000; a step takes")
+
+
+def test_a_plan_estimates_time_and_says_from_what(tmp_path, capsys, configs):
+    plan = ["--config", *configs, "--output", tmp_path / "out", "--flops", "1e9", "--plan"]
+    given = run_tool(sweep, capsys, *plan, "--flops_per_second", "2e6", "--jobs", 2)
+    seconds = [member["plan"]["flops"] / 2e6 for member in given["members"]]
+    assert [member["seconds"] for member in given["members"]] == pytest.approx(seconds)
+    assert all(member["estimated"] for member in given["members"])
+    assert given["seconds_left"] == pytest.approx(max(seconds)), "two at a time end with the longer one"
+    assert sweep.main([*map(str, plan), "--flops_per_second", "2e6"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert shown.count(" min not started") == 2
+    assert "estimated from 2e+06 FLOP/s, given by --flops_per_second" in shown
+    assert "in all about 16.67 min to go, 1 at a time" in shown
+
+    measured = run_tool(sweep, capsys, *plan)  # real steps on this machine
+    assert measured["source"].startswith("measured now by some steps of dense-1e09-seed0 on random tokens")
+    assert measured["flops_per_second"] > 0 and measured["seconds_left"] == pytest.approx(
+        sum(member["seconds"] for member in measured["members"])
+    )
+    assert not (tmp_path / "out").exists(), "a plan writes nothing"
+
+    elsewhere = run_tool(sweep, capsys, *plan, "--command", STAND_IN)
+    assert elsewhere["flops_per_second"] is None and "give --flops_per_second" in elsewhere["source"]
+    run_tool(sweep, capsys, *plan[:-1], "--command", STAND_IN, "--seeds", 0)
+    logged = run_tool(sweep, capsys, *plan, "--seeds", 0, 1)
+    assert logged["source"] == "the median of the 2 members that have logged steps"
+    done = [member for member in logged["members"] if not member["estimated"]]
+    assert [member["seconds"] for member in done] == [member["plan"]["steps"] * 0.5 for member in done] and len(
+        done
+    ) == 2
 
 
 def test_a_size_keeps_heads_and_the_shares_of_the_inner_widths():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import math
 import os
 import re
 import shutil
@@ -11,7 +13,9 @@ import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
@@ -22,11 +26,14 @@ from mode.generation.cached import CachedDecoder
 from mode.generation.page import colour, ink
 from mode.generation.show import to_html, to_terminal, token_routes
 from mode.generation.text import TextStream
-from mode.training.load import load_with_text
+from mode.tooling import choose_device
+from mode.training.closing import sample
+from mode.training.load import load_model, load_with_text
 from mode.transformer.model import ModeTransformer
 from tests import launch
 from tests.helpers import make_config, spread_weights
-from tools import evaluate, export, generate
+from tests.routing_tool.models import routing
+from tools import evaluate, export, gain, generate
 
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(launch.ROOT), "OMP_NUM_THREADS": "1"}
 
@@ -238,6 +245,50 @@ def test_the_loss_on_the_training_text_stands_beside_the_held_out_one(world, cap
     assert f"{figures['training_loss']:.4f}  (held out: {difference:+.4f})" in capsys.readouterr().out
 
 
+def test_other_text_is_evaluated_by_the_model_s_own_tokenizer_and_without_its_corpus(world, capsys, tmp_path):
+    copy = shutil.copytree(world / "out", tmp_path / "copy")
+    about = json.loads((copy / "config.json").read_text())
+    about["mode"]["data"]["files"]["paths"] = [str(tmp_path / "gone")]
+    (copy / "config.json").write_text(json.dumps(about))
+    texts = ["12 tokens of text number 7, seen elsewhere\n" * 2, "a second document " * 3]
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.md").write_text(texts[0])
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(json.dumps({"body": texts[1]}).encode()))
+    named = [str(tmp_path / "texts"), str(tmp_path / "b.jsonl.gz")]
+    assert evaluate.main([str(copy), "--json", "--text", *named, "--text_column", "body"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+
+    loaded = load_model(copy)
+    ids = [id for text in texts for id in [*text.encode(), loaded.tokenizer.end_of_text]]
+    rows = torch.tensor(ids[: len(ids) // 32 * 32]).view(-1, 32)
+    with torch.no_grad():
+        logits = loaded.model.eval()(rows, causal="predictor").logits
+    expected = F.cross_entropy(logits[:, :-1].flatten(0, 1), rows[:, 1:].flatten()).item()
+    assert figures["loss"]["predictor"] == pytest.approx(expected, rel=1e-5)
+    bytes_per_token = sum(map(len, texts)) / len(ids)
+    assert figures["bits_per_byte"]["predictor"] == pytest.approx(expected / math.log(2) / bytes_per_token, rel=1e-5)
+    assert (figures["sequences"], figures["text"], figures["training_loss"]) == (len(rows), named, None)
+    assert evaluate.main([str(copy), "--text", *named, "--text_column", "body"]) == 0
+    shown = capsys.readouterr().out
+    assert f"{len(rows)} sequences of {named[0]} and 1 more, of 32 tokens" in shown and "training text" not in shown
+    assert 'gone: no file matches this entry of "files.paths"' in fails(capsys, evaluate, str(copy))
+    assert "--text_column: is for the tables of --text" in fails(capsys, evaluate, str(copy), "--text_column", "body")
+    (tmp_path / "short.txt").write_text("short")
+    message = fails(capsys, evaluate, str(copy), "--text", str(tmp_path / "short.txt"))
+    assert "short.txt: holds 6 tokens, but one sequence of the model needs 32; add text" in message
+
+
+def test_the_device_is_cuda_where_there_is_one(world, capsys, monkeypatch):
+    out = str(world / "out")
+    assert choose_device(None) == ("cuda" if torch.cuda.is_available() else "cpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert choose_device(None) == "cuda" and choose_device("cpu") == "cpu"
+    if torch.backends.cuda.is_built() and torch.cuda.device_count():
+        return
+    for tool, more in ((evaluate, []), (generate, ["x"]), (gain, [out]), (routing, [])):  # there is none, after all
+        assert '--device: is "cuda", which torch refuses' in fails(capsys, tool, out, *more)
+
+
 def test_a_model_with_a_capacity_is_evaluated_with_training_s_dropping_too(world, capsys, tmp_path):
     copy = shutil.copytree(world / "out", tmp_path / "copy")
     about = json.loads((copy / "config.json").read_text())
@@ -296,7 +347,7 @@ class Page(HTMLParser):
             self.spans[-1][2] += data
 
 
-def test_routes_are_shown_in_the_terminal_and_as_a_page_of_its_own(world, capsys, tmp_path):
+def test_routes_are_shown_in_the_terminal_and_as_a_page_of_its_own(world, capsys, tmp_path, monkeypatch):
     page = tmp_path / "routes.html"
     arguments = [
         str(world / "out"),
@@ -308,16 +359,56 @@ def test_routes_are_shown_in_the_terminal_and_as_a_page_of_its_own(world, capsys
         "--html",
         str(page),
     ]
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     assert generate.main(arguments) == 0
     shown = capsys.readouterr().out
     assert "\x1b[48;2;" in shown and "background: processed by" in shown and "underlined:" in shown
-    parsed = Page(page.read_text(encoding="utf-8"))
+    text = page.read_text(encoding="utf-8")
+    assert "<title>out</title>" in text and str(world) not in text, "the model's name, not where it is"
+    parsed = Page(text)
     assert "".join(text for _, _, text in parsed.spans).replace("\u21b5", "").startswith("12 <b>&")
     assert parsed.links == [], "it needs no other file"
     assert sum("new" in classes.split() for classes, _, _ in parsed.spans) <= 8
     assert all(
         re.match(r"processed by [12] of 2 blocks: 0(, 1)?; \d of \d choices", title) for _, title, _ in parsed.spans
     )
+
+
+def test_routes_have_no_colour_codes_where_the_output_is_no_terminal_or_the_user_wants_none(world, capsys, monkeypatch):
+    arguments = [str(world / "out"), "12 <b>", "--max_new_tokens", "8", "--go_on", "--show_routing"]
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    capsys.readouterr()
+    assert generate.main(arguments) == 0
+    piped = capsys.readouterr().out
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert generate.main(arguments) == 0
+    assert capsys.readouterr().out == piped and "\x1b" not in piped
+    assert piped.startswith("12 <b>")
+    tokens = re.findall(r"^  '.*'  +processed by [12] of 2 blocks: 0(?:, 1)?; \d of \d choices", piped, re.MULTILINE)
+    assert len(tokens) > 6, "the numbers of every token instead"
+
+
+def test_text_is_printed_without_control_characters_and_json_has_it_as_it_is(world, capsys):
+    wild, tame = "a\x1b[31m\x9b\r\x00\x7f\tb\n\u00a0", "a\ufffd[31m\ufffd\ufffd\ufffd\ufffd\tb\n\u00a0"
+    few = ["--max_new_tokens", "0"]
+    capsys.readouterr()
+    for prompts, shown in (([wild], f"{tame}\n"), ([wild, "b"], f"--- 1 of 2\n{tame}\n--- 2 of 2\nb\n")):
+        assert generate.main([str(world / "out"), *prompts, *few]) == 0
+        assert capsys.readouterr().out == shown
+    assert json_of(capsys, str(world / "out"), wild, *few)[0]["prompt"] == wild
+    config = make_config(model={"vocab_size": 257})
+    data = SimpleNamespace(validation=SimpleNamespace(rows=np.full((1, 16), 27)), tokenizer=byte_tokenizer())
+    run = SimpleNamespace(mode=config, engine=SimpleNamespace(zero_stage=1))
+    text = sample(ModeTransformer(config), run, data, torch.device("cpu"))  # of a run's end
+    assert text.startswith("\ufffd" * 8) and "\x1b" not in text
+
+
+def test_an_export_is_called_by_the_name_of_its_run(world, capsys, tmp_path):
+    assert export.main([str(world / "run"), str(tmp_path / "out")]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"^  model +run$", shown, re.MULTILINE) and "A tiny model for tests" not in shown
 
 
 def test_the_colours_follow_the_records():

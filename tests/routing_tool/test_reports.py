@@ -12,7 +12,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.backend.event_processing.event_multiplexer import EventMultiplexer
 
 from mode.training.recorder import _prune_events
 from tests import launch
@@ -91,43 +91,50 @@ def test_every_kind_of_model_gets_the_pictures_it_has_something_for_and_a_page_o
     assert ("load imbalance" in shown) == (model.config.experts is not None)
 
 
-def test_tensorboard_files_stand_where_the_run_has_its_own(tmp_path):
-    assert write.board_folder(tmp_path) == tmp_path / "routing", "without a config.json"
+def test_pictures_go_where_the_run_has_its_own_events_and_make_no_run_where_it_has_none(tmp_path):
+    assert write.to_tensorboard(tmp_path, 3, {}) is None and not list(tmp_path.iterdir())
+    assert write.board_folder(tmp_path) == tmp_path, "without a config.json"
     for settings, folder in (
         ({"enabled": True}, tmp_path),
         ({"output_path": str(tmp_path / "all")}, tmp_path / "all" / tmp_path.name),
         ({"output_path": str(tmp_path / "all"), "job_name": "one"}, tmp_path / "all" / "one"),
     ):
         (tmp_path / "config.json").write_text(json.dumps({"tensorboard": settings}))
-        assert write.board_folder(tmp_path) == folder / "routing"
+        assert write.board_folder(tmp_path) == folder
 
 
 def test_a_run_its_steps_and_tensorboard_which_resuming_leaves_alone(run, capsys, tmp_path):
     newest = report(capsys, run, "--leak", 1)
-    assert newest["model"].endswith("step_00000004") and newest["output"] == newest["tensorboard"] == str(
-        run / "routing"
-    )
+    assert newest["model"].endswith("step_00000004") and newest["name"] == "run, step 4"
+    page = (run / "routing" / "routing.html").read_text(encoding="utf-8")
+    assert "<title>Routing of run, step 4</title>" in page and "<h1>Routing of run, step 4</h1>" in page
+    assert newest["output"] == str(run / "routing") and Path(newest["tensorboard"]).parent == run
     assert newest["loss"]["top_k"] == pytest.approx(launch.metrics(run)[-1]["loss/val"], rel=1e-6)
     older = report(capsys, run / "checkpoints" / "step_00000002", "--leak", 0, "--output", tmp_path, "--no_tensorboard")
-    assert older["tensorboard"] is None and len(list((run / "routing").glob("events*"))) == 1
+    assert older["tensorboard"] is None and len(list(run.glob("added_by_routing*"))) == 1
     assert (tmp_path / "routing.html").is_file() and older["leak"] is None
     again = report(capsys, run, "--step", 2, "--leak", 0)
     assert older["depth"] == again["depth"] and older["loss"] == again["loss"] != newest["loss"]
     drawn = {*PICTURES["both"], "predictor"}  # of a run there is also how its predictor was trained
     pngs = {name: (run / "routing" / f"{name}.png").read_bytes() for name in drawn}
-    assert write.to_tensorboard(run / "routing", 2, pngs) == run / "routing"
-    files = {file.name: file.read_bytes() for file in (run / "routing").glob("events*")}
+    assert str(write.to_tensorboard(run, 2, pngs)) == again["tensorboard"]
+    files = {file.name: file.read_bytes() for file in run.glob("added_by_routing*")}
     assert len(files) == 2, "the second report of step 2 took the place of the first"
-    events = EventAccumulator(str(run / "routing"), size_guidance={"images": 0}).Reload()
-    assert set(events.Tags()["images"]) == {f"routing/{name}" for name in drawn}
+    runs = EventMultiplexer(size_guidance={"images": 0}).AddRunsFromDirectory(str(run.parent)).Reload()
+    assert runs.Runs().keys() == {run.name}, "no run beside the one that was trained"
+    events = runs.GetAccumulator(run.name)
+    own = {"routing/decisions"}
+    assert set(events.Tags()["images"]) == {f"routing_report/{name}" for name in drawn} | own
+    assert "loss/train" in events.Tags()["scalars"]
+    assert min(files) < min(file.name for file in run.glob("events*")), "so that TensorBoard goes on in the run's file"
     for name in drawn:
-        images = {image.step: image.encoded_image_string for image in events.Images(f"routing/{name}")}
+        images = {image.step: image.encoded_image_string for image in events.Images(f"routing_report/{name}")}
         assert images.keys() == {2, 4} and images[2] == pngs[name]
-    own = len(list(run.glob("events*")))
+    assert list(run.glob("events*"))
     for last_step in (2, 0):  # what resuming and starting afresh do
         _prune_events(run, last_step)
-    assert own and not list(run.glob("events*"))
-    assert files == {file.name: file.read_bytes() for file in (run / "routing").glob("events*")}
+    assert not list(run.glob("events*"))
+    assert files == {file.name: file.read_bytes() for file in run.glob("added_by_routing*")}
 
 
 def test_what_is_empty_half_written_or_of_another_version_is_one_clear_line(run, world, capsys, tmp_path):

@@ -83,7 +83,7 @@ def test_from_stage_3_and_back_in_one_directory_and_then_to_the_bit(folder: Path
     # What a moved run saves is an ordinary checkpoint of its new layout: from it the run repeats itself exactly.
     before = reproducible(metrics(folder / "moving"))
     last = folder / "moving" / "checkpoints" / f"step_{STEPS:08d}"
-    train(folder, "moving", (1, 1, 2), "--resume", str(last), "--set", f"mode.train.steps={STEPS + 2}")
+    train(folder, "moving", (1, 1, 2), "--resume", str(last), "--extend", "--set", f"mode.train.steps={STEPS + 2}")
     again = reproducible(metrics(folder / "moving"))
     assert again[: len(before)] == before and len(again) == len(before) + 2
 
@@ -124,7 +124,7 @@ def test_what_a_killed_conversion_left_behind_is_deleted_at_the_next_start(folde
 def test_another_optimizer_or_sub_group_size_is_not_taken_for_the_same(folder: Path) -> None:
     train(folder, "grouped", (1, 1, 3), "--set", f"mode.train.stop_after={SAVED}")
     output = train(folder, "grouped", (1, 1, 3), "--set", "optimizer.type=SGD", expect=2).output()
-    assert "optimizer.type: is 'SGD' but 'AdamW' in" in output
+    assert 'optimizer.type: is "SGD" but "AdamW" in' in output
     job = train(folder, "grouped", (1, 1, 3), "--set", "zero_optimization.sub_group_size=5000")
     assert "bringing" in job.output()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -13,12 +14,17 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
+from deepspeed.utils.tensor_fragment import fragment_address
 from safetensors.torch import load_file, save_file
 
 from mode.section import ConfigError
+from mode.training import checkpoint as checkpoints
+from mode.training import unpickling
 from mode.training.consolidate import full_weights
 from tests import launch
-from tools import export
+from tools import export, generate
 
 ROOT = Path(__file__).parent.parent.parent
 IDS = torch.arange(64).view(2, 32) * 5 % 257
@@ -201,6 +207,110 @@ def test_the_tool_takes_the_newest_whole_checkpoint_and_prints_a_table(world, tm
     shutil.rmtree(tmp_path / "run" / "tokenizer")
     assert export.main([str(tmp_path / "run"), str(tmp_path / "c")]) == 2
     assert "name a checkpoint inside its run directory" in capsys.readouterr().err
+
+
+class Planted:
+    """Makes a folder where it is unpickled."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.marker),)
+
+
+def plant(checkpoint: Path, file: Path, marker: Path) -> None:
+    """Adds code to a file of a checkpoint."""
+    save_again(checkpoint, file, {**torch.load(file, weights_only=False), "planted": Planted(marker)})
+
+
+def save_again(checkpoint: Path, file: Path, state: Any) -> None:
+    """Replaces a file of a checkpoint and makes the manifest match."""
+    torch.save(state, file)
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    manifest["files"][file.name] = checkpoints._checksum(file)
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_code_planted_in_a_checkpoint_is_not_run_by_tools(world, tmp_path, monkeypatch, capsys, case):
+    _, folder = world
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+    kinds: dict[str, Path] = {}  # one file of each kind
+    for file in sorted((folder / case.name / "checkpoints" / "step_00000004").glob("*.pt")):
+        kinds[re.sub("[0-9]+", "", file.name)] = file
+    for kind, original in kinds.items():
+        run_dir, marker = tmp_path / kind, tmp_path / "marker"
+        shutil.copytree(folder / case.name, run_dir)
+        checkpoint = run_dir / "checkpoints" / "step_00000004"
+        plant(checkpoint, checkpoint / original.name, marker)
+        code, error = generate.main([str(run_dir), "def", "--max_new_tokens", "1"]), capsys.readouterr().err
+        assert not marker.exists(), kind
+        if "expert" in kind and case.stage > 0:
+            continue  # a universal checkpoint takes them from elsewhere
+        assert code == 2 and "names posix.mkdir" in error and "could run code and was not loaded" in error, error
+        assert error.count("\n") == 1, error
+    assert os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] == "1", "as the user set it"
+
+
+def test_a_checkpoint_cannot_have_files_written_outside_the_folder_of_a_conversion(world, tmp_path, capsys):
+    _, folder = world
+    run_dir = tmp_path / "run"
+    shutil.copytree(folder / CASES[4].name, run_dir)
+    checkpoint = run_dir / "checkpoints" / "step_00000004"
+    for file in checkpoint.glob("*model_states.pt"):
+        state = torch.load(file, weights_only=False)
+        shapes = state["param_shapes"][0]
+        _, shape = shapes.popitem()
+        state["param_shapes"][0] = {**shapes, str(tmp_path / "outside"): shape}
+        save_again(checkpoint, file, state)
+    assert export.main([str(run_dir), str(tmp_path / "out")]) == 2
+    assert "which mode never writes" in capsys.readouterr().err
+    assert not (tmp_path / "outside").exists()
+
+
+@pytest.mark.parametrize("ranks", (2, 1))
+def test_code_planted_in_a_checkpoint_is_not_run_by_a_run_that_resumes_it_as_it_was_or_on_another_layout(
+    world, tmp_path, ranks
+):
+    config, folder = world
+    case = CASES[2]
+    run_dir, marker = tmp_path / "run", tmp_path / "marker"
+    shutil.copytree(folder / case.name, run_dir)
+    checkpoint = run_dir / "checkpoints" / "step_00000004"
+    for file in checkpoint.glob("*optim_states.pt"):
+        plant(checkpoint, file, marker)
+    settings = [f"zero_optimization.stage={case.stage}", "mode.model.tied_head=false", f"mode.experts.ep_size={ranks}"]
+    job = launch.start(arguments(config, run_dir, *settings), tmp_path / "log", ranks)
+    assert job.wait() == [2] * ranks, job.output()
+    assert not marker.exists()
+    assert "names posix.mkdir" in job.output() and "Traceback" not in job.output()
+
+
+def test_what_deepspeed_saves_beside_tensors_is_loaded_at_any_precision(tmp_path):
+    dynamic = {
+        "init_scale": 2**16,
+        "scale_window": 9,
+        "min_scale": 1,
+        "delayed_shift": 2,
+        "consecutive_hysteresis": True,
+    }
+    state = {
+        "fp16": CreateLossScaler(torch.half, 1.0, True, dynamic),  # which no CPU trains in
+        "fp32": CreateLossScaler(torch.float32, 1.0, False, None),
+        "stage": ZeroStageEnum.weights,
+        "address": fragment_address(3, 4),
+    }
+    torch.save(state, tmp_path / "optim_states.pt")
+    loaded = unpickling.load_file(tmp_path / "optim_states.pt")
+    assert loaded["fp16"].__dict__ == state["fp16"].__dict__ and loaded["fp32"].__dict__ == state["fp32"].__dict__
+    assert (loaded["stage"], loaded["address"]) == (state["stage"], state["address"])
+
+
+def test_a_device_in_place_of_a_file_is_damage_and_is_not_read(tmp_path):
+    (tmp_path / "states.pt").symlink_to("/dev/zero")
+    (tmp_path / "manifest.json").write_text(json.dumps({"step": 1, "run": {}, "files": {"states.pt": [8, 0]}}))
+    assert "states.pt" in str(checkpoints.damage(tmp_path))
 
 
 def evaluate_at_the_start() -> None:

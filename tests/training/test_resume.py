@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import resource
@@ -13,8 +14,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from deepspeed.runtime.lr_schedules import WarmupCosineLR
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from mode import accounting
+from mode.config_file import load_config
+from mode.runs import read_run
 from tests import launch
 
 
@@ -47,7 +52,7 @@ def saved_steps(run_dir: Path) -> list[str]:
 
 def events(run_dir: Path) -> dict[str, list[tuple[int, float]]]:
     board = EventAccumulator(str(run_dir), size_guidance={"scalars": 0}).Reload()
-    tags = [tag for tag in board.Tags()["scalars"] if not tag.startswith("perf/")]
+    tags = [tag for tag in board.Tags()["scalars"] if not tag.startswith(("perf/", "loss_by_time/"))]
     return {tag: [(event.step, event.value) for event in board.Scalars(tag)] for tag in tags}
 
 
@@ -181,8 +186,9 @@ def test_a_signal_to_one_rank_saves_and_exits_resumable(world, tmp_path, number,
         time.sleep(0.02)
     os.kill(job.processes[-1].pid, number)
     assert set(job.wait()) == {75}, job.output()
-    last = launch.metrics(run_dir)[-1]["step"]
-    assert last < 250 and (run_dir / "checkpoints" / "latest").read_text() == f"step_{last:08d}"
+    last = int((run_dir / "checkpoints" / "latest").read_text().removeprefix("step_"))
+    assert last < 250
+    assert launch.metrics(run_dir)[-1]["step"] == (last if last % 4 else last - 1), "it is evaluated when resumed"
     assert "--resume auto" in job.output() and "the state is saved" in job.output()
     launch.run(arguments(config, run_dir, *long), tmp_path / "log2", ranks)
     launch.run(arguments(config, tmp_path / "straight", *long), tmp_path / "log3", ranks)
@@ -273,6 +279,7 @@ def test_a_disk_that_refuses_a_save_ends_the_run_with_a_message_and_the_previous
     job = launch.start(arguments(config, tmp_path / "run"), tmp_path / "log", before=limit_second_save)
     assert job.wait() == [4], job.output()
     assert "the checkpoint of step 6 could not be written" in job.output()
+    assert "no space: the disk took only a part of a file" in job.output() and "unexpected pos" not in job.output()
     assert "make room and resume" in job.output()
     assert saved_steps(tmp_path / "run") == ["step_00000003"]
     launch.run(arguments(config, tmp_path / "run"), tmp_path / "log2")
@@ -299,6 +306,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(world, tmp_path,
     job = launch.run(arguments(config, run_dir), tmp_path / "log")
     assert "step_00000012 is damaged" in job.output() and "at step 9" in job.output()
     assert_same_run(run_dir, whole)
+    assert saved_steps(run_dir) == ["step_00000009", "step_00000012", "step_00000012.damaged"], "kept aside"
 
 
 def test_resuming_another_model_or_a_folder_without_checkpoints_is_refused(world, tmp_path):
@@ -307,7 +315,11 @@ def test_resuming_another_model_or_a_folder_without_checkpoints_is_refused(world
     cases = [
         (["--set", "mode.model.width=64"], "mode.model.width: is 64 but 32 in"),
         (["--set", "train_batch_size=8"], "train_batch_size: is 8 but 4 in"),
-        (["--set", "mode.data.max_documents=11"], "mode.data.max_documents: is 11 but None in"),
+        (["--set", "mode.data.max_documents=11"], "mode.data.max_documents: is 11 but null in"),
+        (["--set", "mode.experts.balance_loss=null"], 'mode.experts.balance_loss: is null but {"weight": 0.01'),
+        (["--set", "mode.depth.aux_loss={}"], 'mode.depth.aux_loss: is {"weight": 0.01} but null in'),
+        (["--set", "mode.depth=null"], 'mode.depth: is null but {"capacity_fraction": 0.25'),
+        (["--set", "mode.experts=null", "--extend"], 'mode.experts: is null but {"num_experts": 4'),
         (["--resume", " "], "--resume: is empty"),
         (["--resume", str(tmp_path / "nowhere")], "--resume"),
     ]
@@ -315,6 +327,89 @@ def test_resuming_another_model_or_a_folder_without_checkpoints_is_refused(world
         job = launch.start(arguments(config, tmp_path / "run", *more), tmp_path / f"log{number}")
         assert job.wait() == [2], job.output()
         assert words in job.output() and "Traceback" not in job.output()
+
+
+def files(run_dir: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file() and path.name != ".lock"}
+
+
+def test_another_plan_or_fewer_steps_than_are_done_are_refused_and_nothing_is_rewritten(world, tmp_path):
+    config, whole = world
+    run_dir = tmp_path / "run"
+    shutil.copytree(whole, run_dir)
+    before = files(run_dir)
+    newest = run_dir / "checkpoints" / "step_00000012"
+    cases = [
+        (["mode.train.steps=20"], f"mode.train.steps: is 20 but 12 in {newest}"),
+        (["mode.train.tokens=2560"], f"mode.train.steps: is 20 but 12 in {newest}"),
+        (["optimizer.params.lr=0.001"], f"optimizer.params.lr: is 0.001 but 0.003 in {newest}"),
+        (["scheduler.params.warmup_num_steps=3"], 'scheduler.params.warmup_num_steps: is 3 but "auto" in'),
+        (["gradient_clipping=0.5"], "gradient_clipping: is 0.5 but 1.0 in"),
+    ]
+    for number, (settings, words) in enumerate(cases):
+        more = [argument for setting in settings for argument in ("--set", setting)]
+        job = launch.start(arguments(config, run_dir, *more), tmp_path / f"log{number}")
+        assert job.wait() == [2], job.output()
+        ways = ("--resume never", "another --output_dir", "--extend", "mode.train.stop_after")
+        assert words in job.output() and all(way in job.output() for way in ways)
+    fewer = arguments(config, run_dir, "--set", "mode.train.steps=8")
+    for number, more in enumerate([[], ["--extend"]]):
+        job = launch.start([*fewer, *more], tmp_path / f"fewer{number}")
+        assert job.wait() == [2], job.output()
+        (line,) = [line for line in job.output().splitlines() if line.startswith("error: ")]
+        assert f"mode.train.steps: is 8, but {newest} has 12 already" in line and "--resume never" in line
+    assert files(run_dir) == before
+    same = ["mode.train.tokens=1536", "mode.train.eval_every=5", "optimizer.params.torch_adam=true"]  # 12 steps, too
+    more = [argument for setting in same for argument in ("--set", setting)]
+    assert "this run is complete" in launch.run(arguments(config, run_dir, *more), tmp_path / "same").output()
+
+
+def test_an_extended_run_follows_the_new_plan_from_its_checkpoint_on_and_says_so(world, tmp_path):
+    config, whole = world
+    run_dir, found = tmp_path / "run", whole / "checkpoints" / "step_00000009"
+    plan = {"mode.train.steps": 20, "optimizer.params.lr": 0.002, "optimizer.params.weight_decay": 0.5}
+    settings = [argument for path, value in plan.items() for argument in ("--set", f"{path}={value}")]
+    changes = {"mode.train.steps": [12, 20], "optimizer.params.lr": [0.003, 0.002]}
+    changes |= {"optimizer.params.weight_decay": [None, 0.5]}
+    job = launch.run(arguments(config, run_dir, "--resume", str(found), "--extend", *settings), tmp_path / "log")
+    assert "extended at step 9, its schedules planned anew: mode.train.steps from 12 to 20, " in job.output()
+    rows = launch.metrics(run_dir)
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.002)
+    scheduler = WarmupCosineLR(optimizer, total_num_steps=20, warmup_num_steps=2)
+    rates = []
+    for _ in range(20):
+        rates.append(optimizer.param_groups[0]["lr"])
+        scheduler.step()
+    assert [row["optim/lr"] for row in rows] == rates[9:]
+    depth = load_config(config).depth
+    kept = [accounting.depth_capacity(accounting.capacity_fraction_at(depth, step, 20), 32) for step in range(9, 20)]
+    assert [row["depth/kept_fraction"] * 32 for row in rows] == kept and kept[0] > kept[-1]
+    last = run_dir / "checkpoints" / "step_00000020"
+    state = torch.load(last / "zero_pp_rank_0_mp_rank_00_optim_states.pt", weights_only=False)["optimizer_state_dict"]
+    groups = state["base_optimizer_state"]["param_groups"]
+    assert {group["weight_decay"] for group in groups} == {0.5}
+    expected = [{"step": 9, "changes": changes}]
+    assert json.loads((run_dir / "extensions.json").read_text()) == expected == read_run(run_dir).extensions
+    assert json.loads((last / "manifest.json").read_text())["run"]["extensions"] == expected
+    assert "this run is complete" in launch.run(arguments(config, run_dir, *settings), tmp_path / "again").output()
+    assert json.loads((run_dir / "extensions.json").read_text()) == expected, "one extension, however often resumed"
+    launch.run(arguments(config, run_dir, "--resume", "never", *stop_after(1)), tmp_path / "afresh")
+    assert not (run_dir / "extensions.json").exists(), "a run that starts afresh has one plan"
+
+
+def test_a_validation_loss_that_is_not_finite_ends_the_run_and_metrics_stay_json(world, tmp_path):
+    config, _ = world
+    settings = ("mode.train.steps=3", "optimizer.params.lr=1e30", "mode.train.save_every=2")
+    more = [argument for setting in settings for argument in ("--set", setting)]
+    job = launch.start(arguments(config, tmp_path / "run", *more), tmp_path / "log")
+    assert job.wait() == [3], job.output()
+    (line,) = [line for line in job.output().splitlines() if line.startswith("error: ")]
+    assert "step 3: loss/val is nan; the last good checkpoint is" in line
+    assert "step_00000002" in line and "lower learning rate" in line
+    assert saved_steps(tmp_path / "run") == ["step_00000002"], "the model is not saved"
+    *_, last = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    row = json.loads(last, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert row["step"] == 3 and row["loss/val"] is None
 
 
 def test_resume_takes_a_path_and_never_starts_afresh(world, tmp_path):

@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams.metadata import parse_experiment_plugin_data
 
 from mode import accounting
 from mode.config_file import load_config, load_run_config
@@ -111,6 +114,7 @@ def test_tensorboard_holds_losses_routing_histograms_image_text_and_hparams(fini
     tags = board.Tags()
     for tag in (
         *("loss/train", "loss/val", "loss/val_causal", "loss/total", "loss/expert_balance", "loss/expert_z"),
+        *("loss/counted", "loss_by_tokens/counted", "loss_by_flops/counted", "loss_by_time/counted"),
         *("loss/depth_predictor", "depth/kept_fraction_causal"),
         *("optim/lr", "optim/grad_norm", "perf/tokens_per_second"),
         *("depth/kept_fraction", "depth/predictor_accuracy", "depth/router_above_half", "depth/kept_fraction/block_1"),
@@ -131,6 +135,24 @@ def test_tensorboard_holds_losses_routing_histograms_image_text_and_hparams(fini
     assert [event.step for event in board.Scalars("loss_by_flops/val")] == [
         row["flops"] // 10**9 for row in rows if "loss/val" in row
     ]
+
+
+def test_hparams_are_by_the_counted_loss_which_is_the_causal_one_where_depth_routed(finished):
+    run_dir, _ = finished
+    board = EventAccumulator(str(run_dir), size_guidance={"scalars": 0}).Reload()
+    experiment = board.summary_metadata["_hparams_/experiment"].plugin_data.content
+    assert [info.name.tag for info in parse_experiment_plugin_data(experiment).metric_infos] == ["loss/counted"]
+    rows = [row for row in launch.metrics(run_dir) if "loss/counted" in row]
+    assert [row["step"] for row in rows] == [4, 8, 12]
+    assert all(row["loss/counted"] == row["loss/val_causal"] != row["loss/val"] for row in rows)
+    for tag, places in {
+        "loss/counted": [row["step"] for row in rows],
+        "loss_by_tokens/counted": [row["tokens"] for row in rows],
+        "loss_by_flops/counted": [row["flops"] // 10**9 for row in rows],
+    }.items():
+        events = board.Scalars(tag)
+        assert [event.step for event in events] == places
+        assert [event.value for event in events] == pytest.approx([row["loss/counted"] for row in rows], rel=1e-6)
 
 
 def test_the_brief_monitor_has_no_tag_per_block(tiny, tmp_path):
@@ -160,6 +182,7 @@ def test_the_closing_lines_tell_losses_compute_a_sample_and_what_to_do_next(fini
     assert float(causal.group(1)) == pytest.approx(last["loss/val_causal"], abs=1e-4)
     lines = [line for line in output.splitlines() if line.startswith("step ")]
     assert len(lines) == 12 and all("tok/s" in line and "no-op" in line and "kept" in line for line in lines)
+    assert "ETA" not in lines[0] and all(re.search(r"/12  ETA \d\d:\d\d  loss", line) for line in lines[1:])
 
 
 def test_dry_run_prints_the_resolved_config_and_the_plan_and_writes_nothing(tiny, tmp_path):
@@ -181,12 +204,22 @@ def test_dry_run_prints_the_resolved_config_and_the_plan_and_writes_nothing(tiny
         (["mode.model.sequence_length=1000000"], "sequence"),
         (["optimizer=null"], "optimizer: is null; it must be a JSON object"),
         (["optimizer={}"], "optimizer: is {}; it must be a DeepSpeed optimizer section"),
-        (["optimizer.type=Foo"], "DeepSpeed refused its part of the configuration"),
+        (["optimizer.type=Foo"], 'optimizer.type: is "Foo"; it must be one of adagrad, adam'),
+        (
+            ['optimizer={"type": "ASGD"}'],
+            "deepspeed: DeepSpeed refused its part of the configuration: You are using an untested ZeRO Optimizer",
+        ),
+        (["mode.model.width=1048576"], "GB in float32, but the machine has"),
+        (["steps=20"], 'tiny.json: steps: unknown key, which DeepSpeed would ignore; did you mean "mode.train.steps"?'),
         (["gradient_clipping=abc"], 'gradient_clipping: is "abc"; it must be a number at least 0'),
         (["tensorboard=true"], "tensorboard: is true; it must be a JSON object"),
         (["scheduler=null"], "scheduler: is null; it must be a JSON object"),
         (["tensorboard.job_name=5"], "tensorboard.job_name: is 5"),
         (["mode.experts.ep_size=2"], "mode.experts.ep_size: is 2, which does not divide the 1 ranks"),
+        pytest.param(
+            *(["wandb.enabled=true"], "wandb.enabled: is true, but the package wandb is not installed: pip install"),
+            marks=pytest.mark.skipif(find_spec("wandb") is not None, reason="wandb is installed"),
+        ),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
@@ -197,6 +230,23 @@ def test_a_wrong_setting_is_one_clear_line(tiny, tmp_path, settings, words):
     )
     assert words in output
     assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def break_the_model() -> None:
+    from mode.transformer.model import ModeTransformer
+
+    def broken(model: object, *arguments: object) -> None:
+        raise TypeError("a defect of the model")
+
+    ModeTransformer.to = broken
+
+
+def test_a_defect_met_by_deepspeed_is_no_wrong_setting_and_keeps_its_traceback(tiny, tmp_path):
+    arguments = ["--deepspeed_config", str(tiny), "--output_dir", str(tmp_path / "run")]
+    job = launch.start(arguments, tmp_path / "log", before=break_the_model)
+    assert job.wait() == [1]
+    assert "Traceback" in job.output() and "in broken" in job.output() and "in initialize" in job.output()
+    assert "refused its part of the configuration" not in job.output()
 
 
 def test_equal_flops_budgets_give_runs_of_equal_flops(tiny, tmp_path):
@@ -211,6 +261,8 @@ def test_equal_flops_budgets_give_runs_of_equal_flops(tiny, tmp_path):
         totals[name] = launch.metrics(tmp_path / name)[-1]
     assert totals["dense"]["flops"] == pytest.approx(budget, rel=0.05)  # to half a step
     assert totals["both"]["step"] > totals["dense"]["step"]
+    assert totals["dense"]["loss/counted"] == totals["dense"]["loss/val"], "all runs have the tag"
+    assert "loss_by_flops/counted" in EventAccumulator(str(tmp_path / "dense")).Reload().Tags()["scalars"]
 
 
 def test_a_tokens_budget_is_a_number_of_steps(tiny, tmp_path):
@@ -256,7 +308,7 @@ def test_help_explains_every_flag():
     output = subprocess.run(
         [sys.executable, "train.py", "--help"], cwd=launch.ROOT, capture_output=True, text=True, check=True
     ).stdout
-    for flag in ("--deepspeed_config", "--output_dir", "--resume", "--set", "--dry_run"):
+    for flag in ("--deepspeed_config", "--output_dir", "--resume", "--set", "--extend", "--dry_run"):
         assert flag in output
 
 
@@ -269,26 +321,31 @@ def test_a_run_loads_no_compiler_it_has_no_use_for(tiny, tmp_path):
     assert done.stdout.splitlines()[-1] == "0 False", done.stdout + done.stderr
 
 
-def launched(tiny: Path, run_dir: Path, *more: str) -> subprocess.Popen[str]:
-    launcher = Path(sys.executable).with_name("deepspeed")
-    command = [launcher, "--num_accelerators", "2", "--master_port", str(20000 + os.getpid() % 20000)]
-    command += ["train.py", "--deepspeed_config", tiny, "--output_dir", run_dir, *more]
+def typed(command: str, *more: str) -> subprocess.Popen[str]:
+    """Starts a command line that begins with `deepspeed`, on a port of its own."""
+    launcher, *rest = shlex.split(command)
+    port = ["--master_port", str(20000 + os.getpid() % 20000)]
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return subprocess.Popen(list(map(str, command)), cwd=launch.ROOT, start_new_session=True, **streams)
+    words = [str(Path(sys.executable).with_name(launcher)), *port, *rest, *more]
+    return subprocess.Popen(words, cwd=launch.ROOT, start_new_session=True, **streams)
 
 
-def test_the_deepspeed_launcher_trains_on_two_ranks_and_a_signal_to_it_leaves_a_resumable_run(tiny, tmp_path):
+def test_the_deepspeed_launcher_trains_on_two_ranks_and_the_command_of_a_stopped_run_resumes_it(tiny, tmp_path):
     run_dir = tmp_path / "run"
-    process = launched(tiny, run_dir, "--set", "mode.train.steps=100000", "--set", "mode.train.save_every=100000")
+    command = f"deepspeed --num_accelerators 2 train.py --deepspeed_config {tiny} --output_dir {run_dir}"
+    long = ["--set", "mode.train.steps=100000", "--set", "mode.train.save_every=100000"]
+    process = typed(command, *long)
     deadline = time.monotonic() + 120
     while not (run_dir / "metrics.jsonl").exists() and time.monotonic() < deadline:
         time.sleep(0.2)
     os.killpg(process.pid, signal.SIGINT)  # as Ctrl-C does: the launcher and every rank are told
     output, _ = process.communicate(timeout=60)
     assert "2 ranks" in output and "the state is saved" in output, output
-    step = launch.metrics(run_dir)[-1]["step"]
-    process = launched(tiny, run_dir, "--set", f"mode.train.steps={step + 2}")
+    step = int((run_dir / "checkpoints" / "latest").read_text().removeprefix("step_"))
+    resume = re.search(r"^resume: +(deepspeed .*)$", output, re.M)
+    process = typed(resume.group(1), "--set", f"mode.train.stop_after={step + 2}")
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 0, output
-    assert f"at step {step}" in output
+    assert "2 ranks" in output and f"at step {step}" in output
+    assert "FutureWarning" not in output, "DeepSpeed's calls are not for users to mend"
     assert launch.metrics(run_dir)[-1]["step"] == step + 2

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from comparing.comparable import judge
-from comparing.matching import AXIS_NAMES, NEARLY_THROUGH, Figures, overlap, place, through, verdict
-from mode.runs import Run, RunError, Variant
+from comparing.matching import AXIS_NAMES, Figures, place, verdict
+from mode.runs import COUNTED, Run, RunError, Variant
 
 
 def equal(runs: Sequence[Run], tolerance: float) -> Figures:
@@ -24,7 +24,8 @@ def equal(runs: Sequence[Run], tolerance: float) -> Figures:
 
 
 def _loss_tags(run: Run) -> list[str]:
-    return sorted({tag for row in run.rows for tag in row if tag.startswith("loss/")})
+    """Without the counted loss, which is one of the others."""
+    return sorted({tag for row in run.rows for tag in row if tag.startswith("loss/") and tag != COUNTED})
 
 
 def _unequal(first: Run, second: Run, tolerance: float) -> list[str]:
@@ -62,36 +63,25 @@ def _gap(a: float, b: float, single: bool) -> float:
 
 
 def better(first: Variant, second: Variant, by: float, axis: str) -> Figures:
-    """That the mean counted loss of `first` is below that of `second`, by at least the share `by`."""
-    runs = [*first.runs, *second.runs]
+    """That the verdict on `first` against `second` is "better", and by at least the share `by`."""
     if first is second:
         raise RunError(first.runs[0].directory, f"is of {first.label}, and so is the other: name two variants")
-    common = judge(runs)
-    if common.problem is not None:
-        raise RunError(first.runs[0].directory, f"cannot be compared with {second.label}: {common.problem}")
     for run in first.runs:
         step = run.diverged_at(run.loss_tag)
         if step is not None:
             return {"assert": "better", "holds": False, "text": f"{run.directory} is not finite from step {step} on"}
-    found = overlap(runs, axis)
-    if found.problem is not None:
-        raise RunError(first.runs[0].directory, f"cannot be compared with {second.label}: {found.problem}")
-    shares = [through(variant, axis, found.high) for variant in (first, second)]
-    if shares[1] is not None and shares[1] < NEARLY_THROUGH and (shares[0] is None or shares[0] >= NEARLY_THROUGH):
-        raise RunError(
-            second.runs[0].directory,
-            f"{second.label} is only through {shares[1]:.0%} of its steps where it is compared, its learning rate "
-            "still high: let it finish, or compare runs of equal length",
-        )
-    judged = verdict(first, second, axis, common)
-    mine, other = judged["loss"]["mean"], judged["baseline_loss"]["mean"]
-    gain = (other - mine) / other
-    holds = mine < other and mine <= other * (1 - by)
+    common = judge([*first.runs, *second.runs])
+    judged = verdict(first, second, axis, common, by)
+    if judged["at"] is None or common.problem is not None or (judged["problem"] and judged["difference"] < 0):
+        raise RunError(first.runs[0].directory, f"cannot be compared with {second.label}: {judged['problem']}")
+    gain = -judged["difference"] / judged["baseline_loss"]["mean"]
+    holds = judged["verdict"] == "better" and gain >= by
     where = "equal to" if gain == 0 else f"{abs(gain):.3%} {'below' if gain > 0 else 'above'}"
     compared = (
-        f"{first.label} is {where} {second.label} at equal "
-        f"{AXIS_NAMES[axis]} ({place(axis, found.high)}): {mine:.6f} and {other:.6f} {common.unit}; "
+        f"{first.label} is {where} {second.label} at equal {AXIS_NAMES[axis]} ({place(axis, judged['at'])}): "
+        f"{judged['loss']['mean']:.6f} and {judged['baseline_loss']['mean']:.6f} {common.unit}; "
         f"asked for: {f'at least {by:.3%} ' if by else ''}below"
     )
-    text = "; ".join([compared, *judged["remarks"]])
-    return {"assert": "better", "holds": holds, "gain": gain, "by": by, "at": found.high, "text": text}
+    more = ["name a margin by --by, or train more seeds"] if judged["outside_spread"] is None and not by else []
+    text = "; ".join([compared, *judged["remarks"], *more])
+    return {"assert": "better", "holds": holds, "gain": gain, "by": by, "at": judged["at"], "text": text}

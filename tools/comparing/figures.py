@@ -14,7 +14,7 @@ from mode.runs import AXES, Run, Variant, differences
 Figures = dict[str, Any]
 
 
-def compare(variants: Sequence[Variant], baseline: Variant, axis: str, num_points: int) -> Figures:
+def compare(variants: Sequence[Variant], baseline: Variant, axis: str, num_points: int, by: float = 0.0) -> Figures:
     runs = [run for variant in variants for run in variant.runs]
     common = judge(runs)
     return {
@@ -25,7 +25,7 @@ def compare(variants: Sequence[Variant], baseline: Variant, axis: str, num_point
         "runs": [_run(run, variant.label, common) for variant in variants for run in variant.runs],
         "variants": [variant_figures(variant, common) for variant in variants],
         "matched": {name: matched(variants, name, num_points, common) for name in AXES},
-        "verdicts": [verdict(variant, baseline, axis, common) for variant in variants if variant is not baseline],
+        "verdicts": [verdict(variant, baseline, axis, common, by) for variant in variants if variant is not baseline],
         "differences": differences(variants),
     }
 
@@ -60,6 +60,7 @@ def _run(run: Run, label: str, common: Comparability) -> Figures:
         "kept_share": _late_mean(run, "depth/kept_fraction"),
         "kept_share_causal": _late_mean(run, "depth/kept_fraction_causal"),
         "notes": run.notes,
+        "extensions": run.extensions,
     }
 
 

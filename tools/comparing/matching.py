@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from comparing.comparable import Comparability, judge, lacks_causal
-from mode.runs import Run, Variant
+from mode.runs import Run, Variant, describe_extension
 
 Figures = dict[str, Any]
 
@@ -124,22 +124,34 @@ def matched(variants: Sequence[Variant], axis: str, num_points: int, common: Com
     }
 
 
-def verdict(variant: Variant, baseline: Variant, axis: str, common: Comparability) -> Figures:
-    """At the last place that both reach; other variants have no say in it."""
-    figures: Figures = {"variant": variant.label, "baseline": baseline.label, "axis": axis}
+def verdict(variant: Variant, baseline: Variant, axis: str, common: Comparability, by: float = 0.0) -> Figures:
+    """At the last place that both reach; other variants have no say in it.
+
+    `verdict` is "better" or "worse" only where the losses can be compared, the one with the higher loss is as far
+    through its schedule, and the difference is outside the seeds' spread or, where there is one seed and so no spread,
+    at least the share `by` that was asked for. Otherwise it is None, and the remarks say why.
+    """
+    figures: Figures = {"variant": variant.label, "baseline": baseline.label, "axis": axis, "verdict": None}
     found = overlap([*variant.runs, *baseline.runs], axis)
     if found.problem is not None:
-        return figures | {"at": None, "text": f"{variant.label} against {baseline.label}: no verdict, {found.problem}"}
+        text = f"{variant.label} against {baseline.label}: no verdict, {found.problem}"
+        return figures | {"at": None, "problem": found.problem, "text": text}
     x = found.high
     mine, other = losses_at(variant, axis, x, common), losses_at(baseline, axis, x, common)
     assert mine is not None and other is not None
     difference = mine["mean"] - other["mean"]
     percent = 100 * difference / other["mean"]
+    lower, higher = (variant, baseline) if difference < 0 else (baseline, variant)
+    problem = why_incomparable(lower, higher, axis, x)
     outside, about_seeds = beside_the_seeds(difference, {variant.label: mine, baseline.label: other})
-    word = "equal in these digits" if abs(difference) < 5e-5 else "better" if difference < 0 else "worse"
+    shown = abs(percent) >= 100 * by > 0 if outside is None else outside
+    if problem is None and abs(difference) < 5e-5:
+        figures["verdict"] = "equal in these digits"
+    elif problem is None and shown:
+        figures["verdict"] = "better" if difference < 0 else "worse"
     text = (
         f"{variant.label} against {baseline.label} at equal {AXIS_NAMES[axis]} ({place(axis, x)}): {mine['mean']:.4f} "
-        f"against {other['mean']:.4f} {common.unit}, {difference:+.4f} ({percent:+.2f} %), {word}"
+        f"against {other['mean']:.4f} {common.unit}, {difference:+.4f} ({percent:+.2f} %), "
     )
     remarks = [about_seeds]
     early = [
@@ -158,9 +170,15 @@ def verdict(variant: Variant, baseline: Variant, axis: str, common: Comparabilit
         for run in (*variant.runs, *baseline.runs)
         if (step := run.diverged_at(run.loss_tag)) is not None
     ]
-    problem = judge([*variant.runs, *baseline.runs]).problem
-    if problem is not None:
-        remarks.append(f"NOT COMPARABLE: {problem}")
+    remarks += [
+        f"{run.directory} was {describe_extension(extension)}"
+        for run in (*variant.runs, *baseline.runs)
+        for extension in run.extensions
+    ]
+    incomparable = judge([*variant.runs, *baseline.runs]).problem
+    if incomparable is not None:
+        remarks.append(f"NOT COMPARABLE: {incomparable}")
+    word = "no verdict: " if figures["verdict"] is None else f"{figures['verdict']}; "
     return figures | {
         "at": x,
         "loss": mine,
@@ -168,9 +186,30 @@ def verdict(variant: Variant, baseline: Variant, axis: str, common: Comparabilit
         "difference": difference,
         "percent": percent,
         "outside_spread": outside,
+        "problem": problem,
         "remarks": remarks,
-        "text": "; ".join([text, *remarks]),
+        "text": text + word + "; ".join(remarks),
     }
+
+
+def why_incomparable(lower: Variant, higher: Variant, axis: str, x: float) -> str | None:
+    """Why a lower loss at `x` does not speak for its variant, whatever the seeds say."""
+    problem = judge([*lower.runs, *higher.runs]).problem
+    if problem is not None:
+        return problem
+    for run in lower.runs:
+        if (step := run.diverged_at(run.loss_tag)) is not None:
+            return f"{run.directory} is not finite from step {step} on"
+        if lacks_causal(run):
+            return f"{run.directory} counts by its top-k loss, which sees the future"
+    ahead, behind = through(lower, axis, x), through(higher, axis, x)
+    if behind is not None and behind < NEARLY_THROUGH * (1.0 if ahead is None else ahead):
+        than = "" if ahead is None else f", {lower.label} through {ahead:.0%}"
+        return (
+            f"{higher.label} is only through {behind:.0%} of its steps where it is compared{than}: its learning rate "
+            "is still high; let it finish, or compare runs of equal length"
+        )
+    return None
 
 
 def beside_the_seeds(difference: float, losses: dict[str, Figures]) -> tuple[bool | None, str]:

@@ -175,7 +175,9 @@ def _verdicts(figures: Figures) -> list[str]:
             f"{label} {loss:.4f}{_still_early(shares[label])}"
             for label, loss in sorted(losses.items(), key=lambda item: item[1])
         )
-        lines.append(f"from best to worst where all have the same {AXIS_NAMES[figures['axis']]}: {order}")
+        lines.append(
+            f"from the lowest loss to the highest where all have the same {AXIS_NAMES[figures['axis']]}: {order}"
+        )
     return lines
 
 

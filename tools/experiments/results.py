@@ -13,6 +13,7 @@ from comparing.tables import Table, show_spread, show_time
 
 from experiments.members import Cost, Member, show_budget
 from experiments.running import Outcome
+from experiments.speed import Speed
 from mode.runs import Run, Variant
 
 Figures = dict[str, Any]
@@ -129,24 +130,24 @@ def _far_from_budget(member: Member, run: Run) -> str | None:
 # Tables
 
 
-def plan_table(outcomes: Sequence[Outcome]) -> Table:
+def plan_table(outcomes: Sequence[Outcome], speed: Speed, jobs: int) -> Table:
     """The members before, while or after they run."""
-    runs = [outcome.run for outcome in outcomes if outcome.run is not None]
-    rates = [run.last["flops"] / run.seconds[-1] for run in runs if run.seconds[-1] > 0]
     rows = []
     for outcome in outcomes:
         member, cost = outcome.member, outcome.member.cost
-        time = "-"
-        if outcome.finished and outcome.run is not None:
-            time = show_time(outcome.run.seconds[-1])
-        elif rates:
-            time = f"about {show_time(cost.flops / statistics.median(rates))}"
+        seconds = speed.seconds(outcome)
+        time = show_time(seconds) if outcome.finished or seconds is None else f"about {show_time(seconds)}"
         rows.append([member.name, *cost_cells(cost), f"{cost.steps:,}", f"{cost.tokens:,}", f"{cost.flops:.3e}", time])
         rows[-1].append(outcome.state)
     header = ["member", *COST_HEADER, "steps", "tokens", "training FLOPs", "time", "state"]
-    about = "expected by mode.accounting; FLOPs/token: of a forward pass"
-    if rates:
-        about += "; time: of training alone, measured, or from the FLOP/s of the members measured"
+    about = "expected by mode.accounting; FLOPs/token: of a forward pass; time: of training alone, without evaluation "
+    about += "and saving, "
+    left = speed.seconds_left(outcomes, jobs)
+    if speed.flops_per_second is None or left is None:
+        about += f"not estimated: {speed.source}"
+    else:
+        about += f"estimated from {speed.flops_per_second:.3g} FLOP/s, {speed.source}, or measured of those finished; "
+        about += f"in all about {show_time(left)} to go, {jobs} at a time"
     return Table("plan", header, rows, about)
 
 

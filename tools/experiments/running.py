@@ -24,6 +24,7 @@ from types import FrameType
 
 from experiments.members import Member
 from mode.config_file import load_run_config
+from mode.host import num_cores
 from mode.runs import NOT_THE_VARIANT, Run, RunError, read_run, tree_differences
 from mode.section import ConfigError, show
 
@@ -186,7 +187,7 @@ class Runner:
         with log.open("ab") as file:
             try:
                 process = subprocess.Popen(
-                    words, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, env=_environment(self.jobs)
+                    words, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, env=environment(self.jobs)
                 )
             except OSError as error:
                 problem = f"{words[0]} cannot be started: {error.strerror or error}"
@@ -232,9 +233,9 @@ def log_file(member: Member, output: Path) -> Path:
     return output / "logs" / f"{member.name}.log"
 
 
-def _environment(jobs: int) -> dict[str, str]:
+def environment(jobs: int) -> dict[str, str]:
     """Members side by side share the cores, unless the user chose."""
-    threads = {} if jobs == 1 else {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // jobs))}
+    threads = {} if jobs == 1 else {"OMP_NUM_THREADS": str(max(1, num_cores() // jobs))}
     return {**threads, **os.environ}
 
 
@@ -258,7 +259,10 @@ END_OF_LOG = 5  # lines
 
 
 def last_error(log: Path, start: int = 0) -> str:
-    lines = _lines(log, start)
+    return last_error_of(_lines(log, start))
+
+
+def last_error_of(lines: list[str]) -> str:
     errors = [line for line in lines if ERROR.match(line)]
     return (errors or lines or ["it printed nothing"])[-1]
 

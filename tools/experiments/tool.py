@@ -7,12 +7,12 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from mode.tooling import positive_integer, whole_number
+from mode.tooling import add_set_option, exit_code, positive_integer, positive_number, whole_number
 
 if TYPE_CHECKING:
     from comparing.tables import Table
@@ -43,14 +43,19 @@ def add_shared_options(parser: argparse.ArgumentParser, picture: str) -> None:
         help="values a setting takes in turn, in every configuration or in NAME alone (its file's name; several with "
         "commas); given again, all combinations",
     )
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="PATH=VALUE", help="a setting of all members; repeatable"
-    )
+    add_set_option(parser, "; in all members")
     parser.add_argument(
         "--seeds", nargs="+", type=whole_number, metavar="N", help="a member for each (default: mode.seed of the files)"
     )
     parser.add_argument("--output", required=True, metavar="DIR", help="where the run directories go, or are")
     parser.add_argument("--plan", "--dry_run", action="store_true", help="print the members and what they cost; exit")
+    parser.add_argument(
+        "--flops_per_second",
+        type=positive_number,
+        metavar="N",
+        help="what one member trains with, for the times of --plan (default: as members in --output have logged, or "
+        "else measured by some steps on this machine)",
+    )
     parser.add_argument("--report", action="store_true", help="train nothing, report on what is there")
     parser.add_argument(
         "--command",
@@ -86,32 +91,33 @@ def conduct(
     draw: Callable[[Results, Report, argparse.Namespace, str], None],
     picture: str,
 ) -> int:
-    """Exit code 0; 1 when a member failed; 2 for wrong usage; 75 when interrupted."""
+    """Exit code 0; 1 when a member failed; 75 when interrupted; 2 and 4 as of `exit_code`."""
+    return exit_code(lambda: _conduct(options, plan, report, draw, picture))
+
+
+def _conduct(
+    options: argparse.Namespace,
+    plan: Callable[[argparse.Namespace], list[Member]],
+    report: Callable[[Results, argparse.Namespace], Report],
+    draw: Callable[[Results, Report, argparse.Namespace, str], None],
+    picture: str,
+) -> int:
     from experiments.members import missed_budgets, unequal_flops
     from experiments.results import gather
     from experiments.running import INTERRUPTED
-    from mode.runs import RunError
-    from mode.section import ConfigError
 
-    try:
-        members = _members(options, plan)
-        warnings = [*missed_budgets(members, options.world_size), *unequal_flops(members)]
-        outcomes, interrupted = _outcomes(options, members, warnings)
-        if options.plan:
-            _print_plan(outcomes, options.json)
-            return 0
-        results = gather(outcomes, warnings)
-        found = report(results, options)
-        written = _draw(options, results, found, draw, picture)
-        if options.write:
-            near = None if written is None else os.path.relpath(written, Path(options.write).parent)
-            Path(options.write).write_text(render(results, found, near, markdown=True) + "\n", encoding="utf-8")
-    except (ConfigError, RunError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"error: reading or writing failed: {error}", file=sys.stderr)
-        return 2
+    members = _members(options, plan)
+    warnings = [*missed_budgets(members, options.world_size), *unequal_flops(members)]
+    outcomes, interrupted = _outcomes(options, members, warnings)
+    if options.plan:
+        _print_plan(outcomes, options)
+        return 0
+    results = gather(outcomes, warnings)
+    found = report(results, options)
+    written = _draw(options, results, found, draw, picture)
+    if options.write:
+        near = None if written is None else os.path.relpath(written, Path(options.write).parent)
+        Path(options.write).write_text(render(results, found, near, markdown=True) + "\n", encoding="utf-8")
     figures = {**results.to_dict(), **found.figures, "plot": written}
     print(json.dumps(figures, indent=2) if options.json else render(results, found, written, markdown=False))
     states = {outcome.state for outcome in outcomes}
@@ -153,13 +159,21 @@ def _outcomes(
     return runner.run(members), runner.interrupted
 
 
-def _print_plan(outcomes: Sequence[Outcome], as_json: bool) -> None:
+def _print_plan(outcomes: Sequence[Outcome], options: argparse.Namespace) -> None:
     from experiments.results import plan_table
+    from experiments.speed import find_speed
 
-    if as_json:
-        print(json.dumps({"members": [{**item.member.to_dict(), "state": item.state} for item in outcomes]}, indent=2))
+    here = options.command is None and options.world_size == 1
+    speed = find_speed(outcomes, options.flops_per_second, here, options.jobs)
+    if not options.json:
+        print(plan_table(outcomes, speed, options.jobs).text())
         return
-    print(plan_table(outcomes).text())
+    members = [
+        {**item.member.to_dict(), "state": item.state, "seconds": speed.seconds(item), "estimated": not item.finished}
+        for item in outcomes
+    ]
+    left = speed.seconds_left(outcomes, options.jobs)
+    print(json.dumps({**asdict(speed), "seconds_left": left, "members": members}, indent=2))
 
 
 def _draw(

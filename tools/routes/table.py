@@ -16,7 +16,7 @@ def render(report: dict[str, Any]) -> str:
 
 def _summary(report: dict[str, Any]) -> list[tuple[str, str]]:
     rows = [
-        ("model", report["model"]),
+        ("model", report["name"]),
         ("text", f"{report['sequences']} held-out sequences of {report['sequence_length']} tokens"),
     ]
     depth, leaked = report["depth"], report["leak"]

@@ -14,9 +14,10 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
-from tensorboard.summary.writer.event_file_writer import EventFileWriter
+from tensorboard.summary.writer.record_writer import RecordWriter
 
 from mode.config import ModeConfig
+from mode.run_files import EVENTS
 from mode.runs import RunError, read_run
 from mode.training.checkpoint import step_of
 from mode.training.load import Loaded
@@ -27,6 +28,7 @@ from .survey import Survey, work
 from .table import NAMES, render
 
 PREDICTOR, KEPT = "depth/predictor_accuracy", "depth/kept_fraction"
+TAG = "routing_report"  # of the pictures in TensorBoard; training has routing/decisions
 Pictures = dict[str, tuple[Figure, str]]  # each with what it shows
 
 
@@ -61,7 +63,7 @@ def write_report(
     for row in range(min(num_texts, len(flops_NL))):
         about = [describe(config, shown, row, position) for position in range(flops_NL.shape[1])]
         texts.append(page.pieces(loaded.tokenizer, shown.ids_NL[row].tolist(), flops_NL[row], about))
-    text = page.to_html(f"Routing of {loaded.source}", render(report), pictures, texts)
+    text = page.to_html(f"Routing of {loaded.name}", render(report), pictures, texts)
     (folder / "routing.html").write_text(text, encoding="utf-8")
     return report
 
@@ -121,30 +123,35 @@ def predictor_accuracy(run: Path) -> tuple[list[int], list[float], list[float]] 
 
 
 def board_folder(run: Path) -> Path:
-    """Beside the run's own event files, in a folder of its own: resuming a run rewrites the files that stand in the
-    run's folder, and no others."""
+    """Where the run writes its own events."""
     try:
         settings = json.loads((run / "config.json").read_text()).get("tensorboard") or {}
     except (OSError, ValueError, AttributeError):
         settings = {}
     if settings.get("output_path"):
         run = Path(settings["output_path"], settings.get("job_name") or run.name)
-    return run / "routing"
+    return run
 
 
-def to_tensorboard(folder: Path, step: int, pngs: dict[str, bytes]) -> Path:
-    """A later report of the same step replaces the earlier one."""
-    suffix = f".step_{step}"
-    for old in folder.glob(f"events.out.tfevents.*{suffix}"):
-        old.unlink()
-    writer = EventFileWriter(str(folder), filename_suffix=suffix)
-    for name, png in pngs.items():
-        width, height = struct.unpack(">II", png[16:24])  # of the header that opens every PNG file
-        image = Summary.Image(width=width, height=height, colorspace=4, encoded_image_string=png)
-        summary = Summary(value=[Summary.Value(tag=f"routing/{name}", image=image)])
-        writer.add_event(Event(wall_time=time.time(), step=step, summary=summary))
-    writer.close()
-    return folder
+def to_tensorboard(folder: Path, step: int, pngs: dict[str, bytes]) -> Path | None:
+    """Adds the pictures to the run that has its events in `folder`; None where there are none: it would be a new run.
+
+    A later report of the same step replaces the earlier one. TensorBoard takes any file with "tfevents" in its name,
+    in the order of names, and may read on only in the last one. So this name comes before that of the run's own
+    events, which may still be written to, and does not match theirs, which a resumed run rewrites.
+    """
+    if not any(folder.glob(EVENTS)):
+        return None
+    file = folder / f"added_by_routing.step_{step:08d}.tfevents"
+    with file.open("wb") as opened:
+        writer = RecordWriter(opened)
+        writer.write(Event(wall_time=time.time(), file_version="brain.Event:2").SerializeToString())
+        for name, png in pngs.items():
+            width, height = struct.unpack(">II", png[16:24])  # of the header that opens every PNG file
+            image = Summary.Image(width=width, height=height, colorspace=4, encoded_image_string=png)
+            summary = Summary(value=[Summary.Value(tag=f"{TAG}/{name}", image=image)])
+            writer.write(Event(wall_time=time.time(), step=step, summary=summary).SerializeToString())
+    return file
 
 
 def describe(config: ModeConfig, shown: Survey, row: int, position: int) -> str:
