@@ -123,7 +123,9 @@ def test_what_a_killed_conversion_left_behind_is_deleted_at_the_next_start(folde
 
 def test_another_optimizer_or_sub_group_size_is_not_taken_for_the_same(folder: Path) -> None:
     train(folder, "grouped", (1, 1, 3), "--set", f"mode.train.stop_after={SAVED}")
-    output = train(folder, "grouped", (1, 1, 3), "--set", "optimizer.type=SGD", expect=2).output()
+    output = train(
+        folder, "grouped", (1, 1, 3), "--set", 'optimizer={"type": "SGD", "params": {"lr": 0.1}}', expect=2
+    ).output()
     assert 'optimizer.type: is "SGD" but "AdamW" in' in output
     job = train(folder, "grouped", (1, 1, 3), "--set", "zero_optimization.sub_group_size=5000")
     assert "bringing" in job.output()
