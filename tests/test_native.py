@@ -278,6 +278,7 @@ def test_a_run_takes_it_and_trains_as_the_loop_does(tmp_path):
 ASK = """
 import torch
 from mode.moe.experts import choose_backend
+from mode.section import ConfigError
 for name in ("auto", "native"):
     try:
         print(*choose_backend(name, torch.device("cpu"), torch.float32, (16, 24)), sep=": ")
