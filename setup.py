@@ -13,7 +13,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["mode", "mode.*"]),
-    package_data={"mode.ops": ["*.h", "*.cpp"]},
+    package_data={"mode.ops": ["cpu/*.h", "cpu/*.cpp"]},
     install_requires=[
         "torch>=2.10",  # torch.nn.functional.grouped_mm
         "deepspeed>=0.19.8,<0.20",  # the expert layer builds on internals of this series

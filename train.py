@@ -15,7 +15,7 @@ from pathlib import Path
 
 from mode.host import keep_freed_memory, share_the_cores
 from mode.tooling import add_set_option
-from mode.training.stop_signal import EXIT_INTERRUPTED, StopSignal, ignore_stop_signals
+from mode.training.safety.stop_signal import EXIT_INTERRUPTED, StopSignal, ignore_stop_signals
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
@@ -58,8 +58,8 @@ def main(command_line: list[str] | None = None) -> int:
     stop_signal = StopSignal()
     share_the_cores()
     keep_freed_memory()
-    from mode.config_file import load_run_config
-    from mode.section import ConfigError
+    from mode.config.file import load_run_config
+    from mode.config.section import ConfigError
 
     try:
         run = load_run_config(arguments.deepspeed_config, arguments.set)
@@ -67,11 +67,11 @@ def main(command_line: list[str] | None = None) -> int:
         return fail(str(error), 2)
 
     from mode.data import DamagedCache, DataError, prepare_data
-    from mode.training import stops
-    from mode.training.console import plan_table
-    from mode.training.engine import engine_settings, process_group
-    from mode.training.trainer import Trainer
-    from mode.training.watchdog import Watchdog
+    from mode.training.logging.console import plan_table
+    from mode.training.loop.engine import engine_settings, process_group
+    from mode.training.loop.trainer import Trainer
+    from mode.training.safety import stops
+    from mode.training.safety.watchdog import Watchdog
 
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     rank = int(os.environ.get("RANK", "0"))

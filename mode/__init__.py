@@ -9,13 +9,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mode.config import DepthConfig, ExpertsConfig, ModeConfig
-    from mode.config_file import load_config
+    from mode.config.file import load_config
+    from mode.config.section import ConfigError
+    from mode.config.settings import DepthConfig, ExpertsConfig, ModeConfig
     from mode.depth.layer import DepthRouted
     from mode.engine import initialize, load_universal
     from mode.moe.deepspeed import MoE
     from mode.records import auxiliary_loss, collect_routing
-    from mode.section import ConfigError
     from mode.steps import after_step
     from mode.transformer.model import ModeOutput, ModeTransformer
 
@@ -31,11 +31,11 @@ _HOMES = {
     "load_universal": "mode.engine",
     "ModeTransformer": "mode.transformer.model",
     "ModeOutput": "mode.transformer.model",
-    "ModeConfig": "mode.config",
-    "ExpertsConfig": "mode.config",
-    "DepthConfig": "mode.config",
-    "ConfigError": "mode.section",
-    "load_config": "mode.config_file",
+    "ModeConfig": "mode.config.settings",
+    "ExpertsConfig": "mode.config.settings",
+    "DepthConfig": "mode.config.settings",
+    "ConfigError": "mode.config.section",
+    "load_config": "mode.config.file",
 }
 __all__ = [
     "ConfigError",
@@ -55,16 +55,11 @@ __all__ = [
 ]
 
 
-_MODULES = ("generation",)  # that users call by their full name: mode.generation.stream
-
-
 def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return importlib.import_module(f"mode.{name}")
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'mode' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES, *_MODULES})
+    return sorted({*globals(), *_HOMES})

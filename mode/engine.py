@@ -10,8 +10,8 @@ import deepspeed
 import torch
 from torch import nn
 
+from mode.config.section import ConfigError
 from mode.moe.deepspeed import MoE, by_mode_initialize, clip_gradients
-from mode.section import ConfigError
 
 
 def initialize(model: nn.Module, config: dict[str, Any] | str | Path, **kwargs: Any) -> tuple[Any, Any, Any, Any]:

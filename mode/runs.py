@@ -28,11 +28,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mode import __version__, accounting
-from mode.config import ModeConfig
-from mode.config_file import RunConfig, load_run_config
-from mode.run_files import EVENTS, EXPORTED, EXTENSIONS, METRICS, Row, read_events, read_metrics
-from mode.run_files import RunError as RunError
-from mode.section import ConfigError, show
+from mode.config.file import RunConfig, load_run_config
+from mode.config.section import ConfigError, show
+from mode.config.settings import ModeConfig
+from mode.training.logging.run_files import EVENTS, EXPORTED, EXTENSIONS, METRICS, Row, read_events, read_metrics
+from mode.training.logging.run_files import RunError as RunError
 
 AXES = ("steps", "tokens", "flops", "seconds")
 TOP_K, CAUSAL = "loss/val", "loss/val_causal"

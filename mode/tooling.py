@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from mode.section import InputError
+from mode.config.section import InputError
 
 EXIT_BAD_INPUT, EXIT_IO = 2, 4  # as those of train.py
 

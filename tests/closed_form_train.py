@@ -13,8 +13,8 @@ import sys
 from pathlib import Path
 
 from mode import accounting
-from mode.config import ModeConfig
-from mode.config_file import RunConfig, load_run_config
+from mode.config.file import RunConfig, load_run_config
+from mode.config.settings import ModeConfig
 
 FLOOR, CURVATURE, PER_SEED = 3.0, 0.05, 0.01
 OPTIMUM = {False: 40_000.0, True: 50_000.0}  # parameters, without and with depth routing

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mode.config import ModeConfig
+from mode.config.settings import ModeConfig
 from mode.transformer.attention import Grid, rope_tables
 
 MODEL: dict[str, Any] = {

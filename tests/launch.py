@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mode.training.local_ranks import free_port
+from mode.local_ranks import free_port
 
 ROOT = Path(__file__).parent.parent
 CONTEXT = multiprocessing.get_context("forkserver")
 # The first step of torch's optimizers imports part of its compiler, which takes most of a start.
-SLOW = ["deepspeed", "torch", "torch._dynamo", "mode.training.trainer"]
+SLOW = ["deepspeed", "torch", "torch._dynamo", "mode.training.loop.trainer"]
 CONTEXT.set_forkserver_preload([*SLOW, "tests.launch", "train"])
 
 TINY: dict[str, Any] = {

@@ -12,7 +12,7 @@ from fractions import Fraction
 import torch
 from torch import Tensor, nn
 
-from mode.config import ModeConfig
+from mode.config.settings import ModeConfig
 
 
 def silu(x: Tensor) -> Tensor:

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from mode.config import ModeConfig
-from mode.config_file import load_config, load_run_config, read_json, run_config_from_dict
-from mode.section import ConfigError
+from mode.config.file import load_config, load_run_config, read_json, run_config_from_dict
+from mode.config.section import ConfigError
+from mode.config.settings import ModeConfig
 
 GOOD = {
     "train_micro_batch_size_per_gpu": 4,

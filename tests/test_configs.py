@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from mode import accounting
-from mode.config import ModeConfig
-from mode.config_file import RunConfig, load_config, load_run_config
+from mode.config.file import RunConfig, load_config, load_run_config
+from mode.config.settings import ModeConfig
 
 ROOT = Path(__file__).parent.parent
 SMALL = sorted((ROOT / "ds_configs").glob("*.json"))

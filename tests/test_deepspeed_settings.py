@@ -13,9 +13,9 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.config_utils import DeepSpeedConfigModel
 from pydantic import ValidationError
 
-from mode.config_file import load_run_config, run_config_from_dict
-from mode.deepspeed_settings import SETTINGS
-from mode.section import ConfigError
+from mode.config.deepspeed_settings import SETTINGS
+from mode.config.file import load_run_config, run_config_from_dict
+from mode.config.section import ConfigError
 from tests.launch import TINY
 
 ROOT = Path(__file__).parent.parent

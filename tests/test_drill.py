@@ -19,7 +19,7 @@ import pytest
 from deepspeed.launcher import runner
 
 import train
-from mode.training import shared
+from mode.training.safety import shared_directory as shared
 from tests import launch
 
 DRILL = [sys.executable, str(launch.ROOT / "tools" / "drill.py"), "--json"]

@@ -14,10 +14,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from mode.config import ModeConfig
+from mode.config.section import ConfigError
+from mode.config.settings import ModeConfig
 from mode.data.errors import DataError
 from mode.data.tokenizer import Tokenizer, byte_tokenizer, train_bpe
-from mode.section import ConfigError
 from mode.transformer.model import ModeTransformer
 from mode.transformer.pretrained import FILES, check_same_model, read_config, save_pretrained
 from tests.helpers import NO_OPS, make_config, spread_weights

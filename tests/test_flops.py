@@ -12,8 +12,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from mode import accounting
-from mode.config import ModeConfig
-from mode.config_file import load_config
+from mode.config.file import load_config
+from mode.config.settings import ModeConfig
 from mode.transformer.model import ModeTransformer
 from tests.helpers import make_config
 

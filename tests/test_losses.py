@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from mode.config import BalanceLossConfig
+from mode.config.settings import BalanceLossConfig
 from mode.depth.losses import depth_balance
 from mode.layers import balance
 from mode.moe.losses import expert_balance, target_shares

@@ -17,15 +17,15 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from mode.config_file import run_config_from_dict
+from mode.config.file import run_config_from_dict
+from mode.config.section import ConfigError
 from mode.data.tokenizer import byte_tokenizer
 from mode.moe import experts, megablocks
 from mode.moe.experts import PREFERENCE, ROW_EXPERTS, choose_backend
 from mode.moe.layer import LocalMoE
 from mode.ops import operators
 from mode.ops.library import Unavailable
-from mode.section import ConfigError
-from mode.training import engine
+from mode.training.loop import engine
 from mode.transformer.model import ModeTransformer
 from mode.transformer.pretrained import save_pretrained
 from tests import launch, megablocks_cases

@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from mode.config.section import ConfigError
 from mode.moe.experts import ROW_EXPERTS, choose_backend, fused_rows
 from mode.moe.layer import LocalMoE
 from mode.ops import mix, operators
 from mode.ops.library import _compiled
 from mode.ops.swiglu import loop_experts
-from mode.section import ConfigError
 from mode.transformer.model import ModeTransformer
 from tests import launch
 from tests.helpers import make_config, needs_kernels, spread_weights
@@ -278,7 +278,7 @@ def test_a_run_takes_it_and_trains_as_the_loop_does(tmp_path):
 ASK = """
 import torch
 from mode.moe.experts import choose_backend
-from mode.section import ConfigError
+from mode.config.section import ConfigError
 for name in ("auto", "native"):
     try:
         print(*choose_backend(name, torch.device("cpu"), torch.float32, (16, 24)), sep=": ")

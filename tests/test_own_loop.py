@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import mode
-from mode.training.engine import start_process_group
-from mode.training.local_ranks import run_on_ranks
+from mode.local_ranks import run_on_ranks
+from mode.training.loop.engine import start_process_group
 from tests.launch import CONTEXT
 from tests.own_model import EXPERTS, Case, OwnModel, batches, build, settings, train_step
 

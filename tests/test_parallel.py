@@ -14,12 +14,12 @@ from torch import Tensor, distributed
 
 from mode import accounting
 from mode.accounting import BlockCounts
-from mode.config import ExpertsConfig
+from mode.config.settings import ExpertsConfig
+from mode.local_ranks import run_on_ranks
 from mode.moe.deepspeed import MoE
 from mode.moe.layer import LocalMoE
 from mode.records import collect_routing
-from mode.training.engine import start_process_group
-from mode.training.local_ranks import run_on_ranks
+from mode.training.loop.engine import start_process_group
 from mode.transformer.model import ModeTransformer
 from tests.helpers import EXPERTS, make_config, spread_weights
 from tests.launch import CONTEXT

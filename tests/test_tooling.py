@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from mode import tooling
-from mode.training import stops
+from mode.training.safety import stops
 
 ROOT = Path(__file__).parent.parent
 MODE, MOE = "ds_configs/mode.json", "ds_configs/moe.json"

@@ -39,7 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     with output_for_figures_alone():
         from benchmarks import decode, dispatch, layer, memory, profile, step
-    from mode.section import ConfigError
+    from mode.config.section import ConfigError
 
     modules = {
         **{"layer": layer, "step": step, "profile": profile},

@@ -55,11 +55,11 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """Does it, and returns the figures to print."""
     import torch
 
-    from mode.config import FilesConfig
+    from mode.config.section import ConfigError
+    from mode.config.settings import FilesConfig
     from mode.data import pack_files
-    from mode.section import ConfigError
-    from mode.training.evaluate import evaluate
-    from mode.training.load import load_model, load_with_text
+    from mode.training.checkpoints.load import load_model, load_with_text
+    from mode.training.loop.evaluate import evaluate
 
     for name in ("sequences", "batch_size"):
         value = getattr(arguments, name)
@@ -138,7 +138,7 @@ NAMES = {"top_k": "top-k", "predictor": "predictor", "router": "router logit", D
 
 
 def render(figures: dict[str, Any]) -> str:
-    from mode.training.console import table
+    from mode.training.logging.console import table
 
     losses, bits = figures["loss"], figures["bits_per_byte"]
     kind = "held-out sequences"

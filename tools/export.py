@@ -40,11 +40,11 @@ def export(arguments: argparse.Namespace) -> dict[str, Any]:
     """Does it, and returns the figures to print."""
     import torch
 
+    from mode.config.section import ConfigError
     from mode.host import num_cores
-    from mode.section import ConfigError
-    from mode.training.checkpoint import step_of
-    from mode.training.consolidate import config_of, full_weights
-    from mode.training.load import choose_checkpoint
+    from mode.training.checkpoints.checkpoint import step_of
+    from mode.training.checkpoints.consolidate import config_of, full_weights
+    from mode.training.checkpoints.load import choose_checkpoint
     from mode.transformer.model import ModeTransformer
     from mode.transformer.pretrained import DTYPES, TOKENIZER_FILES, WEIGHTS, check_output, save_pretrained
 
@@ -82,7 +82,7 @@ def export(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def validation_loss(run_dir: Path, step: int) -> tuple[int | None, float | None]:
     """(step, loss) of the last evaluation up to `step`; (None, None) where the metrics cannot be read."""
-    from mode.run_files import METRICS, RunError, read_metrics
+    from mode.training.logging.run_files import METRICS, RunError, read_metrics
 
     try:
         rows = read_metrics(run_dir)[0] if (run_dir / METRICS).is_file() else []
@@ -95,7 +95,7 @@ def validation_loss(run_dir: Path, step: int) -> tuple[int | None, float | None]
 
 
 def render(figures: dict[str, Any]) -> str:
-    from mode.training.console import table
+    from mode.training.logging.console import table
 
     loss, evaluated = figures["validation_loss"], figures["validation_step"]
     when = "" if evaluated == figures["step"] else f"  (at step {evaluated})"

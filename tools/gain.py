@@ -56,9 +56,9 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """Does it, and returns the figures to print."""
     import torch
 
-    from mode.section import ConfigError
+    from mode.config.section import ConfigError
     from mode.tooling import choose_device
-    from mode.training.load import load_with_text
+    from mode.training.checkpoints.load import load_with_text
 
     if max(arguments.capacities) > 1:
         raise ConfigError("--capacities", f"has {max(arguments.capacities):g}; a share is at most 1")
@@ -96,7 +96,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 def _check_same_text(smaller: PackedData, larger: PackedData) -> None:
     import numpy as np
 
-    from mode.section import ConfigError
+    from mode.config.section import ConfigError
 
     if not smaller.tokenizer.same_as(larger.tokenizer) or not np.array_equal(
         smaller.validation.rows[:], larger.validation.rows[:]
@@ -116,7 +116,7 @@ def predict(
     from tqdm import tqdm
 
     from mode.data import spread_rows, validation_batches
-    from mode.training.inputs import model_inputs
+    from mode.training.loop.inputs import model_inputs
     from mode.transformer.losses import token_losses
 
     rows = spread_rows(data.validation.rows, num_rows)
@@ -171,7 +171,7 @@ def _at(wanted: Tensor, tokens: Tensor, gains: Tensor) -> Tensor:
 
 
 def render(figures: dict[str, Any]) -> str:
-    from mode.training.console import table
+    from mode.training.logging.console import table
 
     better = f"the larger one predicts {figures['better_share']:.1%} of the tokens better"
     rows = [(f"{name} model", f"{figures[name]}, loss {figures['loss'][name]:.4f}") for name in ("smaller", "larger")]

@@ -110,8 +110,8 @@ class Session:
     """A model that continues prompts as the command line says."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
-        from mode.generation import Sampling
-        from mode.training.load import load_model
+        from mode.training.checkpoints.load import load_model
+        from mode.transformer.generation import Sampling
         from mode.transformer.pretrained import DTYPES
 
         self.arguments = arguments
@@ -129,9 +129,9 @@ class Session:
         """Continues and prints the prompts: (what came of each, whether Ctrl-C came in between)."""
         import torch
 
-        from mode.generation import stream
-        from mode.generation.page import printable
-        from mode.generation.text import TextStream
+        from mode.transformer.generation import stream
+        from mode.transformer.generation.page import printable
+        from mode.transformer.generation.text import TextStream
 
         arguments, prompts = self.arguments, self.encode(texts)
         longest = max(map(len, prompts))
@@ -187,13 +187,13 @@ class Session:
         return results, interrupted
 
     def routes(self, prompt: list[int], new: list[int]) -> Any:
-        from mode.generation.show import token_routes
+        from mode.transformer.generation.show import token_routes
 
         return token_routes(self.model, self.tokenizer, prompt + new, len(prompt), self.causal)
 
     def print_all(self, prompts: list[list[int]], results: list[dict[str, Any]]) -> None:
-        from mode.generation.page import printable
-        from mode.generation.show import to_plain, to_terminal
+        from mode.transformer.generation.page import printable
+        from mode.transformer.generation.show import to_plain, to_terminal
 
         show = to_terminal if has_colours(sys.stdout) else to_plain
         for number, (ids, result) in enumerate(zip(prompts, results, strict=True), 1):
@@ -206,7 +206,7 @@ class Session:
 
     def write_html(self, results: list[dict[str, Any]]) -> None:
         """If the command line asks for it."""
-        from mode.generation.show import to_html
+        from mode.transformer.generation.show import to_html
 
         if self.arguments.html is None:
             return

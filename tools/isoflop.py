@@ -60,7 +60,7 @@ def build_parser() -> argparse.ArgumentParser:
 def plan(options: argparse.Namespace) -> list[Member]:
     from experiments.members import parse_size, parse_vary, plan_members
 
-    from mode.section import ConfigError
+    from mode.config.section import ConfigError
 
     members = plan_members(
         options.config,

@@ -37,13 +37,13 @@ with output_for_figures_alone():
     from torch import Tensor, distributed
     from tqdm import tqdm
 
-    from mode.config_file import RunConfig, run_config_from_dict
+    from mode.config.file import RunConfig, run_config_from_dict
     from mode.data import TrainLoader
+    from mode.local_ranks import run_on_ranks
     from mode.moe.deepspeed import MoE
     from mode.records import BlockRouting
-    from mode.training.engine import build_engine, build_model, device, start_process_group
-    from mode.training.local_ranks import run_on_ranks
-    from mode.training.step import Step, optimizer_step
+    from mode.training.loop.engine import build_engine, build_model, device, start_process_group
+    from mode.training.loop.step import Step, optimizer_step
 
 BATCH, LENGTH, VOCABULARY = 8, 16, 64
 STAGES = (0, 1, 2, 3)

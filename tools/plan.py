@@ -20,8 +20,8 @@ from typing import NoReturn
 from planning.figures import Plan, make_plan
 from planning.table import render
 
-from mode.config_file import EngineConfig, RunConfig, load_run_config
-from mode.section import ConfigError
+from mode.config.file import EngineConfig, RunConfig, load_run_config
+from mode.config.section import ConfigError
 from mode.tooling import EXIT_BAD_INPUT, add_set_option, complain, exit_code, positive_integer, positive_number
 
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from mode.tooling import add_device, choose_device, print_figures
 
 if TYPE_CHECKING:
-    from mode.config import ModeConfig
+    from mode.config.settings import ModeConfig
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
@@ -66,7 +66,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 def check(arguments: argparse.Namespace) -> None:
     import importlib.util
 
-    from mode.section import ConfigError
+    from mode.config.section import ConfigError
 
     for name, least in (("sequences", 1), ("batch_size", 1), ("leak", 0), ("texts", 0)):
         value = getattr(arguments, name)
@@ -85,7 +85,7 @@ def check(arguments: argparse.Namespace) -> None:
 
 def passes_of(config: ModeConfig, shown: str, source: Path) -> dict[str, bool | str]:
     """The ways of routing to look at, as arguments of the model's forward."""
-    from mode.section import ConfigError
+    from mode.config.section import ConfigError
 
     if config.depth is None and config.experts is None:
         raise ConfigError(
@@ -110,7 +110,7 @@ def make_report(arguments: argparse.Namespace) -> dict[str, Any]:
     from tqdm import tqdm
 
     from mode.data import spread_rows, validation_batches
-    from mode.training.load import load_with_text
+    from mode.training.checkpoints.load import load_with_text
 
     chosen = choose_device(arguments.device)
     loaded, data = load_with_text(Path(arguments.model), arguments.step, device=chosen)

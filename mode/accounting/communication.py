@@ -5,7 +5,7 @@ from __future__ import annotations
 from fractions import Fraction
 
 from mode.accounting.counts import BlockCounts
-from mode.config import ModeConfig
+from mode.config.settings import ModeConfig
 
 
 def all_to_all_bytes(config: ModeConfig, counts: BlockCounts, element_size: int) -> int:

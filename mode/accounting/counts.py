@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from mode.config import DepthConfig, ModeConfig, exact
+from mode.config.settings import DepthConfig, ModeConfig, exact
 
 
 def depth_capacity(fraction: float | Fraction, length: int) -> int:

@@ -21,8 +21,8 @@ from mode.accounting.counts import (
     steps_by_capacity,
 )
 from mode.accounting.parameters import block_parameters, one_expert_parameters
-from mode.config import ModeConfig
-from mode.config_file import RunConfig
+from mode.config.file import RunConfig
+from mode.config.settings import ModeConfig
 
 
 @dataclass(frozen=True)

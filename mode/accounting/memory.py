@@ -10,9 +10,9 @@ from fractions import Fraction
 from mode.accounting.counts import BlockCounts, check_blocks, expected_counts
 from mode.accounting.parameters import num_expert_parameters, num_parameters
 from mode.accounting.states import ELEMENT_SIZE, FP32, RankMemory, ZeroSettings, state_memory
-from mode.config import ModeConfig
-from mode.config_file import RunConfig
-from mode.section import ConfigError
+from mode.config.file import RunConfig
+from mode.config.section import ConfigError
+from mode.config.settings import ModeConfig
 
 CACHE_CHUNK = 64  # slots a cache grows by: copying 1/128 of a cache per token, on the mean, is little beside reading it
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 from mode.accounting.counts import BlockCounts, check_blocks, check_conserved
-from mode.config import ModeConfig
+from mode.config.settings import ModeConfig
 
 
 def one_expert_parameters(config: ModeConfig) -> int:

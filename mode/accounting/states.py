@@ -22,8 +22,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from mode.config_file import RunConfig
-from mode.section import ConfigError, show
+from mode.config.file import RunConfig
+from mode.config.section import ConfigError, show
 
 ELEMENT_SIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
 FP32 = ELEMENT_SIZE["fp32"]

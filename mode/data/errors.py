@@ -1,6 +1,6 @@
 """The errors for data that cannot be used. They know nothing of where data comes from."""
 
-from mode.section import InputError
+from mode.config.section import InputError
 
 
 class DataError(InputError):

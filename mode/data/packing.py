@@ -33,7 +33,7 @@ from filelock import FileLock, Timeout
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from mode.config import DataConfig, FilesConfig, ModeConfig
+from mode.config.settings import DataConfig, FilesConfig, ModeConfig
 from mode.data.checked import META, CheckedRows, Rows, Tokens, block_checksums
 from mode.data.errors import DamagedCache, DataError
 from mode.data.sources import LocalFiles, Source, find_files, open_source

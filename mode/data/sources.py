@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, cast
 
-from mode.config import DataConfig, FilesConfig, HubConfig
+from mode.config.settings import DataConfig, FilesConfig, HubConfig
 from mode.data.errors import DataError
 from mode.data.hub import go_offline_if_unreachable
 

@@ -18,7 +18,7 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from mode.config import DataConfig
+from mode.config.settings import DataConfig
 from mode.data.errors import DataError
 from mode.data.hub import go_offline_if_unreachable
 

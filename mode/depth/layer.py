@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mode.config import AuxLossConfig, DepthConfig, PredictorConfig
+from mode.config.settings import AuxLossConfig, DepthConfig, PredictorConfig
 from mode.depth.losses import depth_loss_weights, depth_losses
 from mode.depth.router import Routed, build_depth_router
 from mode.ops.operators import flat_index

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mode.config import DepthConfig
+from mode.config.settings import DepthConfig
 from mode.layers import balance, mean
 from mode.records import DepthRouting
 

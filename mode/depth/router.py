@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mode.accounting import depth_capacity
-from mode.config import DepthConfig, PredictorConfig, exact
+from mode.config.settings import DepthConfig, PredictorConfig, exact
 from mode.depth.noise import keyed_noise, noise_at
 from mode.layers import Initial, Linear, Scorer
 from mode.ops import at_least_float32, score_and_take

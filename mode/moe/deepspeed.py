@@ -47,13 +47,13 @@ from deepspeed.runtime.zero import partition_parameters
 from deepspeed.utils import groups
 from torch import Tensor, distributed, nn
 
+from mode.config.section import ConfigError
 from mode.layers import Initial
 from mode.moe.dispatch import Dispatched, LocalDispatcher, Sorted
 from mode.moe.experts import ModuleExperts, StackedExperts, processes_all
 from mode.moe.layer import LocalMoE
 from mode.ops.rows import inverse, permute
 from mode.records import ExpertRouting
-from mode.section import ConfigError
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mode.config import ExpertsConfig
+from mode.config.settings import ExpertsConfig
 from mode.layers import Initial
 from mode.moe.dispatch import LocalDispatcher
 from mode.moe.megablocks import MegaBlocksDispatcher, check_megablocks, megablocks_experts

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from mode.config import BalanceBiasConfig, BalanceLossConfig, ExpertsConfig
+from mode.config.settings import BalanceBiasConfig, BalanceLossConfig, ExpertsConfig
 from mode.layers import Initial, SwiGLU
 from mode.moe.dispatch import LocalDispatcher
 from mode.moe.experts import Mark, ModuleExperts, StackedExperts, build_experts, processes_all

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, distributed
 
-from mode.config import BalanceLossConfig, ExpertsConfig
+from mode.config.settings import BalanceLossConfig, ExpertsConfig
 from mode.layers import balance, mean
 from mode.records import ExpertRouting
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from mode.accounting import expert_capacity
-from mode.config import ExpertsConfig
+from mode.config.settings import ExpertsConfig
 from mode.layers import Initial, Scorer
 from mode.moe.losses import join_no_ops, target_shares
 from mode.ops import route

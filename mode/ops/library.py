@@ -21,8 +21,8 @@ from filelock import FileLock
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from mode.config.section import ConfigError
 from mode.host import default_cache_dir
-from mode.section import ConfigError
 
 Shape = tuple[int, ...]
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mode.config import ModelConfig
+from mode.config.settings import ModelConfig
 from mode.layers import Initial, Linear
 from mode.ops import rotate_heads
 

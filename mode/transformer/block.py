@@ -15,7 +15,7 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from mode.config import ModeConfig
+from mode.config.settings import ModeConfig
 from mode.depth.layer import DepthLayer
 from mode.depth.router import Routed
 from mode.layers import Initial, SwiGLU

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from mode.config import ModeConfig
+from mode.config.settings import ModeConfig
 from mode.layers import Initial, Linear
 from mode.moe.experts import StackedExperts
 from mode.moe.layer import LocalMoE
@@ -19,6 +19,7 @@ from mode.moe.router import ExpertRouter
 from mode.records import BlockRouting, DepthRouting, ExpertRouting, LayerRecord, collect_routing
 from mode.transformer.attention import Grid, rope_tables
 from mode.transformer.block import ExpertLayer, RMSNorm, build_block
+from mode.transformer.generation.generate import generate
 from mode.transformer.losses import compute_losses
 from mode.transformer.pretrained import read_config, read_weights
 
@@ -187,10 +188,8 @@ class ModeTransformer(nn.Module):
         Prompts of different lengths are padded on the left, with whatever ids; `lengths` [B] says how many tokens
         at the end of each row are the prompt. A row ends with the first of `stop_tokens`, which then fills it up;
         new is `max_new_tokens` or, where every row has ended before, less. Temperature 0 takes the likeliest token.
-        Row b draws from `seed` + b. `mode.generation.stream` gives the tokens one by one and says more.
+        Row b draws from `seed` + b. `mode.transformer.generation.stream` gives the tokens one by one and says more.
         """
-        from mode.generation import generate  # here, because it is built on the model
-
         return generate(
             self,
             input_ids,

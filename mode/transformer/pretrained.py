@@ -20,9 +20,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import mode
-from mode.config import ModeConfig
-from mode.config_file import read_json
-from mode.section import ConfigError, show
+from mode.config.file import read_json
+from mode.config.section import ConfigError, show
+from mode.config.settings import ModeConfig
 
 FORMAT_VERSION = 1
 WEIGHTS, CONFIG = "model.safetensors", "config.json"

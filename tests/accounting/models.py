@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from mode.accounting import BlockCounts
-from mode.config import ModeConfig
+from mode.config.settings import ModeConfig
 
 
 def tiny(**parts: Any) -> ModeConfig:

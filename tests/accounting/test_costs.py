@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from mode import accounting
 from mode.accounting import BlockCounts, Flops
-from mode.config import ModeConfig
-from mode.config_file import RunConfig, run_config_from_dict
+from mode.config.file import RunConfig, run_config_from_dict
+from mode.config.settings import ModeConfig
 from tests.accounting.models import configs, configs_with_counts, tiny
 
 ROOT = Path(__file__).parent.parent.parent

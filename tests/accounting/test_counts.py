@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from mode import accounting
 from mode.accounting import BlockCounts
-from mode.config import DepthConfig, ModeConfig
+from mode.config.settings import DepthConfig, ModeConfig
 from tests.accounting.models import configs, kept_fractions, tiny
 
 fractions = st.integers(1, 1000).map(lambda thousandths: thousandths / 1000)

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from mode import accounting
 from mode.accounting import ZeroSettings
-from mode.config import ModeConfig
-from mode.config_file import load_config, run_config_from_dict
+from mode.config.file import load_config, run_config_from_dict
+from mode.config.section import ConfigError
+from mode.config.settings import ModeConfig
 from mode.ops import operators
-from mode.section import ConfigError
 from mode.transformer.model import ModeTransformer
 from tests.accounting.models import tiny
 from tests.helpers import HAS_COMPILER

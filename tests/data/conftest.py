@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mode.config import DataConfig, FilesConfig, ModeConfig, ModelConfig
+from mode.config.settings import DataConfig, FilesConfig, ModeConfig, ModelConfig
 
 WORDS = ["router", "keeps", "some", "tokens", "skips", "others", "depth\n", "\t", "\u00e9t\u00e9", "\U0001f600"]
 

@@ -13,10 +13,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import mode.config
+import mode
 import mode.data.checked as checked
 import mode.data.packing as packing
-from mode.config import ModeConfig
+from mode.config.settings import ModeConfig
 from mode.data import DamagedCache, DataError, PackedData, Tokenizer, document_ids, prepare_data
 from mode.data.packing import SPLITS, token_dtype, validation_limit
 from mode.data.tokenizer import train_bpe
@@ -405,7 +405,7 @@ packing.BATCH_CHARACTERS = 100
 def start(config: ModeConfig, folder: Path, before: str, name: str = "only") -> subprocess.Popen[str]:
     """A process that builds the cache. What it says goes to `folder/name.err`."""
     (folder / "config.json").write_text(json.dumps(config.to_dict()))
-    environment = {**os.environ, "PYTHONPATH": str(Path(mode.config.__file__).parents[1])}
+    environment = {**os.environ, "PYTHONPATH": str(Path(mode.__file__).parents[1])}
     with (folder / f"{name}.err").open("w") as errors:
         return subprocess.Popen(
             [sys.executable, "-c", PROGRAM.replace("BEFORE", before), str(folder / "config.json")],

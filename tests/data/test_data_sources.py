@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-import mode.config
-from mode.config import DataConfig, FilesConfig, HubConfig
+import mode
+from mode.config.settings import DataConfig, FilesConfig, HubConfig
 from mode.data import DataError
 from mode.data.sources import LONG_TEXT, PACKAGES, HubDataset, PythonFiles, cut_long_text, find_packages, open_source
 
@@ -259,7 +259,7 @@ def test_a_hub_dataset_is_read_by_name_config_split_and_column(monkeypatch: pyte
 def test_a_hub_out_of_reach_is_a_clear_error_without_retries(tmp_path: Path) -> None:
     # in a process of its own: the libraries read these variables when they are imported
     code = (
-        "from mode.config import HubConfig\n"
+        "from mode.config.settings import HubConfig\n"
         "from mode.data.errors import DataError\n"
         "from mode.data.sources import HubDataset\n"
         "from mode.data.tokenizer import pretrained_tokenizer\n"
@@ -275,7 +275,7 @@ def test_a_hub_out_of_reach_is_a_clear_error_without_retries(tmp_path: Path) -> 
             "HF_ENDPOINT": f"http://127.0.0.1:{unused.getsockname()[1]}",
             "HF_HOME": str(tmp_path),
             "NO_PROXY": "127.0.0.1",
-            "PYTHONPATH": str(Path(mode.config.__file__).parents[1]),
+            "PYTHONPATH": str(Path(mode.__file__).parents[1]),
         }
         result = subprocess.run(
             [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True

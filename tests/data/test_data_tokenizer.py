@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import models, pre_tokenizers
 
-from mode.config import DataConfig
+from mode.config.settings import DataConfig
 from mode.data import DataError, Tokenizer
 from mode.data.tokenizer import (
     END_OF_TEXT,

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from mode import accounting
-from mode.config_file import load_run_config
+from mode.config.file import load_run_config
 from tests import closed_form_train as closed_form
 from tests.experiments_tool.using import STAND_IN, isoflop, optima, run_tool, sweep
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from mode import accounting
-from mode.config_file import load_run_config
-from mode.section import ConfigError
+from mode.config.file import load_run_config
+from mode.config.section import ConfigError
 from tests import launch
 from tests.experiments_tool.using import STAND_IN, isoflop, refused, run_tool, sweep
 from tools import plan

@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from mode.config_file import load_run_config
+from mode.config.file import load_run_config
 from tests import launch
 from tests.experiments_tool.using import STAND_IN, refused, run_tool, sweep
 

@@ -11,9 +11,9 @@ from torch import Tensor
 from mode import accounting
 from mode.accounting import BlockCounts
 from mode.depth.noise import keyed_noise, noise_at
-from mode.generation import Sampling, stream
-from mode.generation.cached import CachedDecoder
-from mode.generation.prompts import Prompts
+from mode.transformer.generation import Sampling, stream
+from mode.transformer.generation.cached import CachedDecoder
+from mode.transformer.generation.prompts import Prompts
 from mode.transformer.model import ModeTransformer
 from tests.helpers import make_config, spread_weights
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from mode.depth.noise import keyed_uniform
-from mode.generation.sampling import Sampling, draw, penalised, restrict, sample
+from mode.transformer.generation.sampling import Sampling, draw, penalised, restrict, sample
 
 LOGITS = torch.tensor([[0.5, 0.3, 0.15, 0.05]], dtype=torch.float64).log()
 HALF = torch.tensor([0.5], dtype=torch.float64)

@@ -22,13 +22,13 @@ from torch.nn import functional as F
 
 from mode.data import spread_rows
 from mode.data.tokenizer import byte_tokenizer
-from mode.generation.cached import CachedDecoder
-from mode.generation.page import colour, ink
-from mode.generation.show import to_html, to_terminal, token_routes
-from mode.generation.text import TextStream
 from mode.tooling import choose_device
-from mode.training.closing import sample
-from mode.training.load import load_model, load_with_text
+from mode.training.checkpoints.load import load_model, load_with_text
+from mode.training.logging.summary import sample
+from mode.transformer.generation.cached import CachedDecoder
+from mode.transformer.generation.page import colour, ink
+from mode.transformer.generation.show import to_html, to_terminal, token_routes
+from mode.transformer.generation.text import TextStream
 from mode.transformer.model import ModeTransformer
 from tests import launch
 from tests.helpers import make_config, spread_weights
@@ -137,7 +137,7 @@ def test_the_interactive_prompt_answers_line_by_line_and_survives_interrupts_and
 
 def test_ctrl_c_leaves_what_was_said_and_ends_with_130(world):
     slow = (
-        "import sys, time\nfrom mode.generation.cached import CachedDecoder\nfrom tools import generate\n"
+        "import sys, time\nfrom mode.transformer.generation.cached import CachedDecoder\nfrom tools import generate\n"
         "step = CachedDecoder.step\n"
         "def slowly(self, ids):\n    time.sleep(0.3)\n    return step(self, ids)\n"
         "CachedDecoder.step = slowly\nsys.exit(generate.main(sys.argv[1:]))"

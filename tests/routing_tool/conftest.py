@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mode.config import ModeConfig
+from mode.config.settings import ModeConfig
 from mode.data.tokenizer import byte_tokenizer
 from mode.transformer.model import ModeTransformer
 from mode.transformer.pretrained import save_pretrained

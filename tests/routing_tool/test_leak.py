@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from mode.training.metrics import decision_image
+from mode.training.logging.metrics import decision_image
 from tests.routing_tool.models import open_model, report
 from tools.routes import leak
 from tools.routes.survey import survey, work

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_multiplexer import EventMultiplexer
 
-from mode.training.recorder import _prune_events
+from mode.training.logging.recorder import _prune_events
 from tests import launch
 from tests.routing_tool.models import fails, open_model, report, routing
 from tools import evaluate

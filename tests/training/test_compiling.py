@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from mode.config_file import RunConfig, run_config_from_dict
-from mode.section import ConfigError
-from mode.training.compiling import compile_dense_parts
+from mode.config.file import RunConfig, run_config_from_dict
+from mode.config.section import ConfigError
+from mode.training.loop.compiling import compile_dense_parts
 from mode.transformer.model import ModeTransformer
 from tests.helpers import DEPTH, EXPERTS, MODEL, spread_weights
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from mode.training import console
-from mode.training.picture import FONT_SIZE, LEFT, TOP, draw_decisions
+from mode.training.logging import console
+from mode.training.logging.picture import FONT_SIZE, LEFT, TOP, draw_decisions
 
 
 def test_on_a_terminal_validation_losses_stay_above_the_bar(monkeypatch):

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from mode.config_file import load_run_config, override, run_config_from_dict
-from mode.section import ConfigError
-from mode.training.engine import engine_settings
+from mode.config.file import load_run_config, override, run_config_from_dict
+from mode.config.section import ConfigError
+from mode.training.loop.engine import engine_settings
 from tests.launch import TINY
 
 ROOT = Path(__file__).parent.parent.parent

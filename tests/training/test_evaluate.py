@@ -7,7 +7,7 @@ import torch
 
 from mode.data.packing import Split, SplitCounts
 from mode.moe.router import ExpertRouter
-from mode.training.evaluate import evaluate
+from mode.training.loop.evaluate import evaluate
 from mode.transformer.model import ModeTransformer
 from tests.helpers import NO_OPS, make_config
 

@@ -20,10 +20,10 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 from safetensors.torch import load_file, save_file
 
-from mode.section import ConfigError
-from mode.training import checkpoint as checkpoints
-from mode.training import unpickling
-from mode.training.consolidate import full_weights
+from mode.config.section import ConfigError
+from mode.training.checkpoints import checkpoint as checkpoints
+from mode.training.checkpoints import unpickling
+from mode.training.checkpoints.consolidate import full_weights
 from tests import launch
 from tools import export, generate
 
@@ -56,7 +56,7 @@ CASES = [
 
 def keep_logits() -> None:
     """At its end, the run writes what its own engine gives for some tokens."""
-    from mode.training.trainer import Trainer
+    from mode.training.loop.trainer import Trainer
 
     finish = Trainer._finish
 
@@ -317,7 +317,7 @@ def test_a_device_in_place_of_a_file_is_damage_and_is_not_read(tmp_path):
 
 
 def evaluate_at_the_start() -> None:
-    from mode.training.trainer import Trainer
+    from mode.training.loop.trainer import Trainer
 
     train = Trainer.train
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from mode.config_file import run_config_from_dict
-from mode.section import ConfigError
-from mode.training.refusals import refuse_what_is_wrong
+from mode.config.file import run_config_from_dict
+from mode.config.section import ConfigError
+from mode.training.safety.refusals import refuse_what_is_wrong
 from tests.launch import TINY
 
 BF16 = {"bf16": {"enabled": True}}

@@ -18,7 +18,7 @@ from deepspeed.runtime.lr_schedules import WarmupCosineLR
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from mode import accounting
-from mode.config_file import load_config
+from mode.config.file import load_config
 from mode.runs import read_run
 from tests import launch
 
@@ -128,7 +128,7 @@ def test_kill_9_at_random_moments_loses_nothing(world, tmp_path):
 
 def kill_in_save(where: str, call: int) -> None:
     """Makes the process kill itself inside a save, when it reaches `where` for the `call`-th time."""
-    import mode.training.checkpoint as checkpoint
+    import mode.training.checkpoints.checkpoint as checkpoint
 
     original, calls = getattr(checkpoint, where), []
 
@@ -216,7 +216,7 @@ def poison_gradient(rank: int, name: str) -> None:
     """From the third backward pass on, one gradient of one rank is infinite."""
     if int(os.environ["RANK"]) != rank:
         return
-    from mode.training import trainer
+    from mode.training.loop import trainer
 
     build, calls = trainer.build_engine, []
 
@@ -261,7 +261,7 @@ def test_what_is_not_finite_on_one_rank_stops_all_before_the_step(world, tmp_pat
 
 def limit_second_save() -> None:
     """From the second save on, the system refuses to let a file grow beyond 100 kB, as a full disk would."""
-    from mode.training import checkpoint
+    from mode.training.checkpoints import checkpoint
 
     original, calls = checkpoint.save_checkpoint, []
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 from filelock import FileLock
 
-from mode.training import checkpoint as checkpoints
+from mode.training.checkpoints import checkpoint as checkpoints
 from tests import launch
 from tests.training.test_resume import arguments, assert_same_run, saved_steps, stop_after
 
@@ -50,9 +50,9 @@ def terminate(module: str, name: str, rank: int, call: int = 1) -> None:
 
 def die_in_an_evaluation_after_a_signal_in_step(step: int) -> None:
     """As a launcher does that kills what has not ended soon after SIGTERM."""
-    from mode.training import trainer
+    from mode.training.loop import trainer
 
-    terminate("mode.training.step", "model_inputs", rank=0, call=step)
+    terminate("mode.training.loop.step", "model_inputs", rank=0, call=step)
     trainer.evaluate = lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -74,8 +74,8 @@ def test_a_stopped_run_saves_at_once_and_evaluates_when_it_is_resumed(world, tmp
     ("fault", "ranks", "codes"),
     [
         pytest.param(partial(terminate, "mode.data", "prepare_data", 0), 1, [75], id="preparing data"),
-        pytest.param(partial(terminate, "mode.training.trainer", "build_engine", 1), 2, [75, 75], id="building"),
-        pytest.param(partial(terminate, "mode.training.trainer", "closing_table", 0), 1, [75], id="closing table"),
+        pytest.param(partial(terminate, "mode.training.loop.trainer", "build_engine", 1), 2, [75, 75], id="building"),
+        pytest.param(partial(terminate, "mode.training.loop.trainer", "closing_table", 0), 1, [75], id="closing table"),
     ],
 )
 def test_a_signal_outside_of_the_loop_ends_in_75_too(world, tmp_path, fault, ranks, codes):

@@ -18,7 +18,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.hparams.metadata import parse_experiment_plugin_data
 
 from mode import accounting
-from mode.config_file import load_config, load_run_config
+from mode.config.file import load_config, load_run_config
 from tests import launch
 from tests.helpers import HAS_COMPILER
 

@@ -15,8 +15,8 @@ from functools import partial
 import pytest
 import torch
 
-from mode.training import watchdog
-from mode.training.stops import EXIT_WATCHDOG
+from mode.training.safety import watchdog
+from mode.training.safety.stops import EXIT_WATCHDOG
 from tests import launch
 from tests.training.test_resume import arguments, kill_in_save
 
@@ -89,7 +89,7 @@ def test_when_a_rank_is_killed_the_other_leaves_and_names_the_step_it_was_in(con
 
 def hang(rank: int, step: int) -> None:
     """Makes the rank sleep for ever in its own work of a step."""
-    from mode.training import step as training_step
+    from mode.training.loop import step as training_step
 
     original, calls = training_step.model_inputs, []
 
@@ -108,7 +108,7 @@ def test_a_rank_that_hangs_in_its_own_work_says_so_itself(config, tmp_path):
         wait_for_steps(job, 2)
         join(job, [0, 1], LIMIT + SLACK)
         assert_left(job, 0, r".* at step 3" + INSIDE)
-        place = r"\(in mode/training/step.py:\d+ in optimizer_step\)"
+        place = r"\(in mode/training/loop/step.py:\d+ in optimizer_step\)"
         assert_left(job, 1, rf".* at step 3, outside any collective {place}; this rank hangs")
     finally:
         job.kill()
@@ -280,7 +280,7 @@ def test_errors_of_other_kinds_pass_through_and_the_thread_ends_with_the_context
 
 def test_a_run_may_take_longer_than_the_limit_while_it_gets_on():
     script = (
-        "import time; from mode.training.watchdog import Watchdog\n"
+        "import time; from mode.training.safety.watchdog import Watchdog\n"
         "with Watchdog(1.0, 0) as dog:\n"
         "    for step in range(25): dog.progress(f'step {step}'); time.sleep(0.1)\n"
         "    dog.close(); time.sleep(1.5)"

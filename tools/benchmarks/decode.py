@@ -18,11 +18,11 @@ from benchmarks import models
 from benchmarks.step import settings
 from benchmarks.turns import Contender, gemm_peak, ratio, show_peak, show_ratio, take_turns
 from mode import accounting
-from mode.config import ModeConfig
+from mode.config.settings import ModeConfig
 from mode.depth.router import LearnedRouter
-from mode.generation.cached import CachedDecoder
-from mode.generation.prompts import Prompts
 from mode.tooling import positive_integer
+from mode.transformer.generation.cached import CachedDecoder
+from mode.transformer.generation.prompts import Prompts
 from mode.transformer.model import ModeTransformer
 
 VARIANTS = ("dense", "moe", "mod", "mode_staged", "mode_integrated", "mode")

@@ -25,11 +25,11 @@ from benchmarks.layers import (
 from benchmarks.turns import gemm_peak, ratio, show_peak, show_ratio, take_turns
 from mode import accounting
 from mode.accounting import BlockCounts
+from mode.config.section import ConfigError
 from mode.host import keep_freed_memory
-from mode.section import ConfigError
+from mode.local_ranks import run_on_ranks
 from mode.tooling import positive_integer
-from mode.training.engine import start_process_group
-from mode.training.local_ranks import run_on_ranks
+from mode.training.loop.engine import start_process_group
 
 OURS, NATIVE, REDUCED = "mode", "deepspeed", "deepspeed, reduced capacity"
 

@@ -22,9 +22,9 @@ from benchmarks.layers import (
     training_contender,
 )
 from benchmarks.turns import gemm_peak, ratio, show_peak, show_ratio, take_turns, wait_for
-from mode.section import ConfigError
+from mode.config.section import ConfigError
 from mode.tooling import positive_integer
-from mode.training.engine import start_process_group
+from mode.training.loop.engine import start_process_group
 
 LIMIT = "dense SwiGLU"
 MANY = 32768  # tokens

@@ -16,13 +16,13 @@ from deepspeed.moe.layer import MoE as DeepSpeedMoE
 from torch import Tensor, distributed, nn
 
 from benchmarks.turns import CPU, Contender, why
-from mode.config import ModeConfig
+from mode.config.section import ConfigError
+from mode.config.settings import ModeConfig
 from mode.layers import Initial, SwiGLU
 from mode.moe.deepspeed import MoE
 from mode.moe.dispatch import LocalDispatcher
 from mode.moe.experts import PREFERENCE, choose_backend
 from mode.moe.layer import LocalMoE
-from mode.section import ConfigError
 from mode.tooling import positive_integer
 
 Layer = TypeVar("Layer", bound=nn.Module)

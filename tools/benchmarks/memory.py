@@ -18,8 +18,8 @@ from benchmarks import models
 from benchmarks.step import settings
 from benchmarks.turns import why
 from mode.host import keep_freed_memory
-from mode.training.engine import start_process_group
-from mode.training.local_ranks import RankFailed, run_on_ranks
+from mode.local_ranks import RankFailed, run_on_ranks
+from mode.training.loop.engine import start_process_group
 
 NATIVE = "moe, deepspeed.moe.layer.MoE"
 PAGE = resource.getpagesize()

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.layers import Sizes, native_layer
-from mode.config import ExpertsConfig
-from mode.config_file import RunConfig, run_config_from_dict
+from mode.config.file import RunConfig, run_config_from_dict
+from mode.config.section import ConfigError
+from mode.config.settings import ExpertsConfig
 from mode.data import Batch
 from mode.moe.experts import PREFERENCE
-from mode.section import ConfigError
 from mode.tooling import positive_integer
 from mode.transformer.model import ModeTransformer
 

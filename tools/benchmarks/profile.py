@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from benchmarks import models
 from benchmarks.step import Model, settings
-from mode.training.engine import start_process_group
+from mode.training.loop.engine import start_process_group
 
 # By the names of torch's operators; the first that fits counts, what fits none is "the rest".
 KINDS: dict[str, tuple[str, ...]] = {

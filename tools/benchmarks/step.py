@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from benchmarks import models
 from benchmarks.turns import Contender, gemm_peak, ratio, show_peak, show_ratio, take_turns, why
 from mode import accounting
-from mode.config import ModeConfig
+from mode.config.settings import ModeConfig
 from mode.moe.layer import LocalMoE
-from mode.training.compiling import compile_dense_parts
-from mode.training.engine import build_engine, build_model, device, start_process_group
-from mode.training.metrics import counted_flops
-from mode.training.step import Step, optimizer_step
+from mode.training.logging.metrics import counted_flops
+from mode.training.loop.compiling import compile_dense_parts
+from mode.training.loop.engine import build_engine, build_model, device, start_process_group
+from mode.training.loop.step import Step, optimizer_step
 from mode.transformer.attention import Grid, rope_tables
 from mode.transformer.block import Block, DepthRoutedBlock
 

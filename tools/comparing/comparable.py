@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mode.config.section import show
 from mode.runs import CAUSAL, Run
-from mode.section import show
 
 NATS, BITS = "nats per token", "bits per byte"
 

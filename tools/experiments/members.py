@@ -18,9 +18,9 @@ from typing import Any
 from planning.figures import missed_budget
 
 from mode import accounting
-from mode.config import RUN_LENGTHS
-from mode.config_file import RunConfig, override, read_json, run_config_from_dict
-from mode.section import ConfigError, show
+from mode.config.file import RunConfig, override, read_json, run_config_from_dict
+from mode.config.section import ConfigError, show
+from mode.config.settings import RUN_LENGTHS
 
 NEARLY_EQUAL = 0.05  # training FLOPs that differ by less are called equal
 

@@ -23,10 +23,10 @@ from pathlib import Path
 from types import FrameType
 
 from experiments.members import Member
-from mode.config_file import load_run_config
+from mode.config.file import load_run_config
+from mode.config.section import ConfigError, show
 from mode.host import num_cores
 from mode.runs import NOT_THE_VARIANT, Run, RunError, read_run, tree_differences
-from mode.section import ConfigError, show
 
 TRAIN = Path(__file__).parent.parent.parent / "train.py"
 ARGUMENTS = ("--deepspeed_config", "{config}", "--output_dir", "{output_dir}")

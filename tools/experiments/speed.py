@@ -87,7 +87,7 @@ def measure_here(member: Member, jobs: int) -> Speed:
 
 
 def measure(config_file: str) -> float:
-    from mode.config_file import load_run_config
+    from mode.config.file import load_run_config
     from mode.host import keep_freed_memory, share_the_cores
 
     share_the_cores()
@@ -95,9 +95,9 @@ def measure(config_file: str) -> float:
     import torch
 
     from mode.data import Batch
-    from mode.training.engine import agreed_backend, build_engine, build_model, device, start_process_group
-    from mode.training.metrics import counted_flops
-    from mode.training.step import optimizer_step
+    from mode.training.logging.metrics import counted_flops
+    from mode.training.loop.engine import agreed_backend, build_engine, build_model, device, start_process_group
+    from mode.training.loop.step import optimizer_step
 
     run = load_run_config(config_file)
     start_process_group()

@@ -128,7 +128,7 @@ def _conduct(
 
 def _members(options: argparse.Namespace, plan: Callable[[argparse.Namespace], list[Member]]) -> list[Member]:
     from experiments.running import check_unchanged
-    from mode.section import ConfigError
+    from mode.config.section import ConfigError
 
     output = Path(options.output)
     if options.plot and Path(options.plot).suffix.lower() not in (".png", ".pdf", ".svg"):

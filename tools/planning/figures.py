@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from mode import accounting
-from mode.config import ModeConfig, exact
-from mode.config_file import RunConfig
+from mode.config.file import RunConfig
+from mode.config.settings import ModeConfig, exact
 
 Plan = dict[str, Any]
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mode.data import Batch
-from mode.training.inputs import model_inputs
+from mode.training.loop.inputs import model_inputs
 from mode.transformer.attention import Attend, Attention, Grid
 from mode.transformer.model import ModeTransformer
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from mode.config import ModeConfig
+from mode.config.settings import ModeConfig
 
 from .survey import Survey
 

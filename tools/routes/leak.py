@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from mode.data import Batch
 from mode.ops import at_least_float32
-from mode.training.inputs import model_inputs
+from mode.training.loop.inputs import model_inputs
 from mode.transformer.model import ModeTransformer
 
 

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mode.data.tokenizer import Tokenizer
-from mode.generation.page import css, escaped, page
-from mode.generation.text import TextStream
+from mode.transformer.generation.page import css, escaped, page
+from mode.transformer.generation.text import TextStream
 
 STYLE = """\
 body { max-width: 75rem; }

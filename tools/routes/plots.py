@@ -13,7 +13,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 from numpy.typing import NDArray
 
-from mode.generation.page import ink
+from mode.transformer.generation.page import ink
 
 BLUE, ORANGE, GREEN, GREY = "#0072B2", "#E69F00", "#009E73", "#BBBBBB"
 MARKERS = {"top_k": ("o", "black"), "predictor": ("^", ORANGE), "router": ("s", GREEN)}

@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mode.accounting import BlockCounts, block_flops_by_part, head_flops
-from mode.config import ModeConfig
+from mode.config.settings import ModeConfig
 from mode.data import Batch
 from mode.ops import at_least_float32
 from mode.records import BlockRouting, ExpertRouting, flatten, unflatten
-from mode.training.inputs import model_inputs
+from mode.training.loop.inputs import model_inputs
 from mode.transformer.model import ModeTransformer
 
 Grid = NDArray[np.int64]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mode.training.console import table
+from mode.training.logging.console import table
 
 NAMES = {"top_k": "top-k", "predictor": "predictor", "router": "router logit"}
 

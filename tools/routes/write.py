@@ -16,11 +16,11 @@ from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from mode.config import ModeConfig
-from mode.run_files import EVENTS
+from mode.config.settings import ModeConfig
 from mode.runs import RunError, read_run
-from mode.training.checkpoint import step_of
-from mode.training.load import Loaded
+from mode.training.checkpoints.checkpoint import step_of
+from mode.training.checkpoints.load import Loaded
+from mode.training.logging.run_files import EVENTS
 from mode.transformer.pretrained import WEIGHTS
 
 from . import page, plots

@@ -1,6 +1,0 @@
-"""Sampling from a model: `generate` returns whole rows, `stream` the tokens as they come."""
-
-from mode.generation.generate import generate, stream
-from mode.generation.sampling import Sampling
-
-__all__ = ["Sampling", "generate", "stream"]

@@ -1,0 +1,136 @@
+"""Resuming on another layout: number of ranks, expert-parallel size or ZeRO stage.
+
+A checkpoint of DeepSpeed is divided as its ranks were. Where the layout has changed it is put together
+once, as DeepSpeed's universal checkpoint, loaded by the new ranks, and the copy deleted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed
+
+from mode.config.file import RunConfig
+from mode.config.section import ConfigError
+from mode.engine import separate_optimizer_steps
+from mode.training.checkpoints.checkpoint import load_checkpoint
+from mode.training.checkpoints.consolidate import to_universal
+from mode.training.checkpoints.unpickling import load_file
+from mode.training.loop.engine import device
+
+OF_THE_LAYOUT = ("params", "name", "moe", "param_group_type")  # entries of an optimizer group that must not move along
+
+
+def layout_of(run: RunConfig, world_size: int) -> dict[str, Any]:
+    """What divides a checkpoint among files."""
+    ep_size = 1 if run.mode.experts is None else run.mode.experts.ep_size
+    layout = {"ep_size": ep_size, "zero_stage": run.engine.zero_stage, "precision": run.engine.precision}
+    if run.engine.zero_stage > 0:  # stage 0 divides nothing among the ranks that hold the same experts
+        layout = {"ranks": world_size, **layout}
+    if run.engine.zero_stage == 3:
+        layout["sub_group_size"] = run.deepspeed["zero_optimization"].get("sub_group_size")
+    return layout
+
+
+@contextlib.contextmanager
+def for_any_layout(
+    checkpoint: Path, copy: Path, saved: dict[str, Any], wanted: dict[str, Any], progress: Callable[[], None]
+) -> Iterator[None]:
+    """Puts `checkpoint` together as `copy`, which every layout can load while the context lasts. A collective.
+
+    `progress` is called again and again, however long it takes.
+    """
+    for layout, what in ((saved, "was written"), (wanted, "is to be loaded")):
+        if layout.get("zero_stage", 0) == 0:
+            raise ConfigError(
+                "zero_optimization.stage",
+                f"{checkpoint} {what} at ZeRO stage 0, which DeepSpeed cannot bring to another layout: resume as it "
+                f"was written ({describe(saved)}), or start a new run from its weights (tools/export.py, then "
+                "mode.train.init_from)",
+            )
+    if distributed.get_rank() == 0:
+        print(f"bringing {checkpoint} from {describe(saved)} to {describe(wanted)}", file=sys.stderr)
+    problems: list[str | None] = [None]
+    pool = ThreadPoolExecutor(1)  # not as a context: leaving it would wait for the conversion, whatever has happened
+    work = pool.submit(_convert, checkpoint, copy) if distributed.get_rank() == 0 else None
+    pool.shutdown(wait=False)
+    # The ranks stay in touch: neither a long conversion nor a dead rank leaves the others in one silent wait.
+    waiting = torch.ones((), device=device())
+    while waiting:
+        progress()
+        if work is not None and work.done():
+            waiting.zero_()
+        distributed.broadcast(waiting, src=0)
+        time.sleep(0.2 if waiting else 0)
+    if work is not None and work.exception() is not None:
+        problems = [str(work.exception())]
+    distributed.broadcast_object_list(problems)
+    if problems[0] is not None:
+        raise ConfigError("--resume", f"{checkpoint} cannot be brought to another layout: {problems[0]}")
+    try:
+        yield
+        distributed.barrier()  # every rank has read it
+    finally:
+        if distributed.get_rank() == 0:
+            shutil.rmtree(copy, ignore_errors=True)
+
+
+def load_universal(engine: Any, copy: Path) -> dict[str, Any]:
+    """Restores the engine from a universal checkpoint and returns the state that was saved with it."""
+    state = load_checkpoint(engine, copy)
+    separate_optimizer_steps(engine)
+    return state
+
+
+def describe(layout: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in layout.items()) or "an unknown layout"
+
+
+def _convert(checkpoint: Path, folder: Path) -> None:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    to_universal(checkpoint, folder)
+    _complete(folder)
+
+
+def _complete(folder: Path) -> None:
+    """Makes a universal checkpoint of one ZeRO stage readable by the others.
+
+    Stages 1 and 2 and stage 3 look for the model's state under different names and for the optimizer's step and
+    hyperparameters in different places, and store tensors bare or in a dictionary; DeepSpeed writes only what the
+    stage it converts needs.
+    """
+    names = [folder / "mp_rank_00_model_states.pt", folder / "zero_pp_rank_0_mp_rank_00_model_states.pt"]
+    source = next(path for path in names if path.exists())
+    for path in names:
+        if not path.exists():
+            shutil.copyfile(source, path)
+    path = folder / "zero" / "optimizer_state.pt"
+    state = load_file(path)
+    groups = [
+        {name: value for name, value in group.items() if name not in OF_THE_LAYOUT} for group in state["param_groups"]
+    ]
+    step = _step(folder, state)
+    state.setdefault("ds_version", load_file(source)["ds_version"])
+    state["param_groups"] = groups
+    state["optimizer_state_dict"] = {"state": {0: {"step": step}}, "param_groups": groups}
+    torch.save(state, path)
+    for path in (folder / "zero").glob("*/*.pt"):
+        values = load_file(path)
+        if isinstance(values, torch.Tensor) and path.stem != "step":
+            torch.save({"param": values}, path)
+    for path in (folder / "zero").glob("*/exp_avg.pt"):
+        torch.save(step, path.with_name("step.pt"))
+
+
+def _step(folder: Path, state: dict[str, Any]) -> Any:
+    """How often the optimizer has stepped, from wherever it was saved."""
+    saved = next((folder / "zero").glob("*/step.pt"), None)
+    return state["optimizer_state_dict"]["state"][0]["step"] if saved is None else load_file(saved)

@@ -1,0 +1,1 @@
+"""What keeps a run from going wrong without a word: signals, hangs, wrong settings, directories that are not shared."""
