@@ -374,6 +374,7 @@ PROGRAM = """
 import json, os, sys, time
 from pathlib import Path
 import mode.data.packing as packing
+from mode.config.settings import ModeConfig
 config = ModeConfig.from_dict(json.loads(Path(sys.argv[1]).read_text()))
 here = Path(sys.argv[1]).parent
 BEFORE

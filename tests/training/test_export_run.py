@@ -350,7 +350,7 @@ def test_a_run_refuses_an_export_of_another_model_or_tokenizer(world, tmp_path):
     config, folder = world
     exported = folder / "out" / CASES[0].name
     cases = [
-        (["mode.transformer.rope_theta=500"], "mode.transformer.rope_theta: is 500.0 but 10000.0 in"),
+        (["mode.model.rope_theta=500"], "mode.model.rope_theta: is 500.0 but 10000.0 in"),
         (["mode.data.tokenizer=bpe"], "was trained with another tokenizer than this run's"),
     ]
     for number, (settings, words) in enumerate(cases):

@@ -58,7 +58,7 @@ def dispatch_on_a_rank(sizes: Sizes, shares: list[float], repeats: int) -> list[
             training_contender(NATIVE, native, x_TD),
             training_contender(REDUCED, reduced, x_TD),
         ]
-        routing = layer(x_TD)[1]
+        routing = layer.router(x_TD, (1, len(x_TD)))
         processed, no_op = int(routing.num_processed()), int(routing.num_no_op())
         counts = BlockCounts(1, sizes.tokens, sizes.tokens, sizes.tokens, processed, no_op, 0)
         failed: dict[str, str] = {}  # on all ranks alike: it is the sizes that DeepSpeed's layer may not take

@@ -100,7 +100,7 @@ class NativeFeedForward(nn.Module):
 def native_model(run: RunConfig, tokens: int) -> ModeTransformer:
     """The MoE model with DeepSpeed's own expert layers."""
 
-    def layer(experts: ExpertsConfig, width: int) -> Any:
-        return NativeFeedForward(experts, width, tokens)
+    def layer(width: int, *, config: ExpertsConfig, **initial: Any) -> Any:
+        return NativeFeedForward(config, width, tokens)
 
     return ModeTransformer(run.mode, layer)

@@ -166,7 +166,8 @@ def block_contender(name: str, block: nn.Module, x_BLD: Tensor, call: partial[An
     direction_BLD = torch.randn_like(x_BLD)
 
     def run() -> None:
-        call()[0].backward(direction_BLD)
+        out = call()
+        (out[0] if isinstance(out, tuple) else out).backward(direction_BLD)
 
     def reset() -> None:
         block.zero_grad(set_to_none=True)
