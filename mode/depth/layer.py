@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import itertools
 from collections.abc import Mapping
@@ -18,7 +19,7 @@ from mode.config import AuxLossConfig, DepthConfig, PredictorConfig
 from mode.depth.losses import depth_loss_weights, depth_losses
 from mode.depth.router import Routed, build_depth_router
 from mode.ops.operators import flat_index
-from mode.records import DepthRouting, only_present, put
+from mode.records import DepthRouting, only_present, only_present_in_backward, put
 
 Axes = int | tuple[int, ...]
 # Arguments of transformers' decoder layers that have one entry per token, and where. A mask's axes follow its shape.
@@ -71,12 +72,12 @@ class DepthRouted(DepthLayer):
     - `seed`, `layer`: what the router's initial weights are drawn from; by default layers are counted as they are made.
     - `config`: a `DepthConfig` instead of the settings above.
 
-    An `attention_mask` also tells which tokens are padding; padding is never kept and takes no capacity: [rows, tokens],
+    An `attention_mask` also tells which tokens are padding, which is never kept and takes no capacity: [rows, tokens],
     0 at padding, or [rows, 1, tokens, tokens], True where a token sees another, or floats to be added.
 
-    Rows that keep fewer tokens than others (padding, token choice, evaluation) are filled up with tokens whose output is
-    not used. Masks are closed at these fillers: `attention_mask`, and any mask of two axes. A block without a mask must
-    look at earlier slots only, as `is_causal=True` does: without padding fillers stand last. A block that masks by
+    Rows that keep fewer tokens than others (padding, token choice, evaluation) are filled up with tokens whose output
+    is not used. Masks are closed at these fillers: `attention_mask`, and any mask of two axes. A block without a mask
+    must look at earlier slots only, as `is_causal=True` does: without padding fillers stand last. A block that masks by
     positions or documents alone would see them: hand it an `attention_mask` of ones, to be combined with.
     """
 
@@ -110,6 +111,7 @@ class DepthRouted(DepthLayer):
             balance_weight=balance_weight,
             causal=causal,
         )
+        _check_warmup(config, warmup_steps)
         super().__init__(config, hidden_size, seed, next(_layers_made) if layer is None else layer)
         self.block = block
         self.hidden_size, self.warmup_steps = hidden_size, warmup_steps
@@ -134,9 +136,12 @@ class DepthRouted(DepthLayer):
             raise ValueError(f"x has shape {tuple(x_BLD.shape)}; it must be [rows, tokens, {self.hidden_size}]")
         present_BL = present_tokens(arguments.get("attention_mask"), *x_BLD.shape[:2])
         routing, kept_BSD = self._route(x_BLD, present_BL)
+        if not routing.kept_BS.shape[1]:  # many blocks cannot reshape no tokens, and none may be left out under ZeRO-3
+            routing, kept_BSD = _one_filler(x_BLD, routing)
         with only_present(routing.valid_BS):
             output = self.block(kept_BSD, **self._of_kept(arguments, routing))
         out_BSD = output[0] if isinstance(output, tuple) else output
+        only_present_in_backward(routing.valid_BS, kept_BSD, out_BSD)
         mixed_BLD = self.add_back(x_BLD, routing, out_BSD - kept_BSD)
         self.put_record(x_BLD, routing, competing=self.training)
         return (mixed_BLD, *output[1:]) if isinstance(output, tuple) else mixed_BLD
@@ -186,6 +191,21 @@ class DepthRouted(DepthLayer):
         return taken
 
 
+def _check_warmup(config: DepthConfig, warmup_steps: int) -> None:
+    if warmup_steps < 0:
+        raise ValueError(f"warmup_steps is {warmup_steps}; give a number of optimizer steps, or 0 for no warm-up")
+    if warmup_steps and config.selection == "token_choice":
+        raise ValueError(
+            f'warmup_steps is {warmup_steps} with selection "token_choice", whose balance is about one share of the '
+            "tokens; set it to 0"
+        )
+    if config.warmup_fraction:
+        raise ValueError(
+            f"config.warmup_fraction is {config.warmup_fraction:g}, a share of a run's steps, which a layer does not "
+            "know; set it to 0 and give warmup_steps"
+        )
+
+
 def _forget_steps(module: nn.Module, _: object) -> None:
     module._steps_done = None  # type: ignore[assignment]
 
@@ -195,6 +215,13 @@ def _argument_names(block: nn.Module) -> list[str]:
     parameters = inspect.signature(block.forward).parameters.values()
     names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     return names + ["**"] * any(p.kind == p.VAR_KEYWORD for p in parameters)
+
+
+def _one_filler(x_BLD: Tensor, routing: DepthRouting) -> Routed:
+    """One slot per row with no token in it, where nothing is kept."""
+    kept_BS = routing.kept_BS.new_zeros(len(x_BLD), 1)
+    gates_BS, valid_BS = torch.zeros_like(kept_BS, dtype=routing.gates_BS.dtype), torch.zeros_like(kept_BS).bool()
+    return dataclasses.replace(routing, kept_BS=kept_BS, gates_BS=gates_BS, valid_BS=valid_BS), x_BLD[:, :1]
 
 
 def _tuple(axes: Axes) -> tuple[int, ...]:
