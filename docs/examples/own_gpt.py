@@ -83,7 +83,10 @@ def settings(stage: int = 1, optimizer: str = "AdamW", lr: float = 0.003) -> dic
     """DeepSpeed's configuration."""
     return {
         "train_batch_size": ROWS,
-        "optimizer": {"type": optimizer, "params": {"lr": lr, **({"torch_adam": True} if optimizer == "AdamW" else {})}},
+        "optimizer": {
+            "type": optimizer,
+            "params": {"lr": lr, **({"torch_adam": True} if optimizer == "AdamW" else {})},
+        },
         "zero_optimization": {"stage": stage},
         "zero_allow_untested_optimizer": True,
         "gradient_clipping": 1.0,

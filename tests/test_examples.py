@@ -1,0 +1,100 @@
+"""The worked examples of docs/own_model.md on two ranks equal one process without DeepSpeed."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import mode
+from mode.training.engine import start_process_group
+from mode.training.local_ranks import run_on_ranks
+from tests.launch import CONTEXT, ROOT
+from tests.test_own_loop import whole_weights
+
+EXAMPLES = ROOT / "docs" / "examples"
+STEPS, RATE = 3, 0.2
+MODELS = {
+    "own_gpt": ("own_gpt", ()),
+    "llama": ("hugging_face", ("llama",)),
+    "qwen3_moe": ("hugging_face", ("qwen3_moe",)),
+}
+CASES = [(name, stage) for name in MODELS for stage in (1, 3)]
+
+
+def load(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def on_a_rank() -> dict[tuple[str, int], Any]:
+    start_process_group()
+    found = {}
+    for name, stage in CASES:
+        file, family = MODELS[name]
+        example = load(file)
+        engine, losses = example.train(example.settings(stage, "SGD", RATE), *family, ep_size=2, steps=STEPS)
+        total = torch.tensor(losses)
+        torch.distributed.all_reduce(total)
+        found[name, stage] = ((total / 2).tolist(), whole_weights(engine))
+    return found
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[tuple[str, int], Any]]:
+    return run_on_ranks(on_a_rank, 2, seconds=300, context=CONTEXT)
+
+
+@functools.cache
+def one_process(name: str) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses and final weights of the example's model and batches in a loop without DeepSpeed."""
+    file, family = MODELS[name]
+    example = load(file)
+    model = example.build(*family)
+
+    def loss_of(ids: Tensor) -> Tensor:
+        return model(input_ids=ids, labels=ids, use_cache=False).loss if family else model(ids)
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    losses = []
+    for step in range(STEPS):
+        with mode.collect_routing(model) as records:
+            loss = loss_of(example.batch(step))
+        (loss + mode.auxiliary_loss(records)).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        mode.after_step(model, records)
+        losses.append(loss.item())
+    model.eval()
+    with torch.no_grad():
+        losses.append(loss_of(example.batch(STEPS)).item())
+    return losses, {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+@pytest.mark.parametrize(("name", "stage"), CASES)
+def test_an_example_on_two_ranks_with_shared_experts_equals_one_process(ranks, name: str, stage: int) -> None:
+    losses, weights = one_process(name)
+    for found in ranks:
+        actual_losses, actual_weights = found[name, stage]
+        assert actual_losses == pytest.approx(losses, abs=1e-6)
+        assert actual_weights.keys() == weights.keys()
+        for key, weight in weights.items():
+            torch.testing.assert_close(
+                actual_weights[key], weight.detach(), rtol=0, atol=1e-6, msg=lambda m, n=key: f"{n}: {m}"
+            )
+
+
+def test_the_examples_models_learn_keep_half_and_move_their_biases() -> None:
+    for name in MODELS:
+        losses, weights = one_process(name)
+        assert losses[2] < losses[0], name
+        assert any(weight.any() for key, weight in weights.items() if key.endswith("bias_J")), name
+        assert {int(weight) for key, weight in weights.items() if key.endswith("steps_done")} == {STEPS}, name
