@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
+import inspect
+import io
+import math
+import re
+import sys
 from typing import Any
 
 import pytest
@@ -11,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import mode
+from mode.moe.layer import LocalMoE
 from mode.training.engine import start_process_group
 from mode.training.local_ranks import run_on_ranks
 from tests.launch import CONTEXT, ROOT
@@ -34,9 +41,10 @@ def load(name: str) -> Any:
     return module
 
 
-def on_a_rank() -> dict[tuple[str, int], Any]:
+def on_a_rank() -> tuple[dict[tuple[str, int], Any], str]:
+    """(losses and weights of every case, what the examples print as commands)."""
     start_process_group()
-    found = {}
+    found: dict[tuple[str, int], Any] = {}
     for name, stage in CASES:
         file, family = MODELS[name]
         example = load(file)
@@ -44,11 +52,15 @@ def on_a_rank() -> dict[tuple[str, int], Any]:
         total = torch.tensor(losses)
         torch.distributed.all_reduce(total)
         found[name, stage] = ((total / 2).tolist(), whole_weights(engine))
-    return found
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        for file in ("own_gpt", "hugging_face"):
+            sys.argv = [file, "--local_rank=0", "--steps=20", "--ep_size=2"]
+            load(file).main()
+    return found, printed.getvalue()
 
 
 @pytest.fixture(scope="module")
-def ranks() -> list[dict[tuple[str, int], Any]]:
+def ranks() -> list[tuple[dict[tuple[str, int], Any], str]]:
     return run_on_ranks(on_a_rank, 2, seconds=300, context=CONTEXT)
 
 
@@ -82,7 +94,7 @@ def one_process(name: str) -> tuple[list[float], dict[str, Tensor]]:
 @pytest.mark.parametrize(("name", "stage"), CASES)
 def test_an_example_on_two_ranks_with_shared_experts_equals_one_process(ranks, name: str, stage: int) -> None:
     losses, weights = one_process(name)
-    for found in ranks:
+    for found, _ in ranks:
         actual_losses, actual_weights = found[name, stage]
         assert actual_losses == pytest.approx(losses, abs=1e-6)
         assert actual_weights.keys() == weights.keys()
@@ -92,9 +104,44 @@ def test_an_example_on_two_ranks_with_shared_experts_equals_one_process(ranks, n
             )
 
 
+def test_the_commands_print_falling_losses_on_the_first_rank_alone(ranks) -> None:
+    (_, first), (_, second) = ranks
+    losses = [float(loss) for loss in re.findall(r"(?:step 20|evaluation): loss ([\d.]+)", first)]
+    assert len(losses) == 4 and max(losses) < 4.0 < math.log(256)
+    assert "loss" not in second
+
+
 def test_the_examples_models_learn_keep_half_and_move_their_biases() -> None:
     for name in MODELS:
         losses, weights = one_process(name)
         assert losses[2] < losses[0], name
         assert any(weight.any() for key, weight in weights.items() if key.endswith("bias_J")), name
         assert {int(weight) for key, weight in weights.items() if key.endswith("steps_done")} == {STEPS}, name
+
+
+PAGE = (ROOT / "docs" / "own_model.md").read_text()
+
+
+def test_the_loop_of_the_page_stands_in_both_examples() -> None:
+    loop = PAGE[PAGE.index("## The loop") :].split("```")[1]
+    lines = {line.strip() for line in loop.splitlines()[1:] if line.strip()} - {"loss = engine(ids)"}
+    for name, own in (("own_gpt", "build(ep_size)"), ("hugging_face", "build(family, ep_size)")):
+        source = (EXAMPLES / f"{name}.py").read_text()
+        missing = [line for line in lines if line.replace("build(ep_size)", own) not in source]
+        assert len(lines) == 6 and not missing, name
+
+
+def test_the_page_names_every_argument_of_the_layers_and_every_file_it_links() -> None:
+    for layer in (LocalMoE, mode.DepthRouted):
+        for name in list(inspect.signature(layer.__init__).parameters)[1:]:
+            assert name == "deepspeed_only" or f"`{name}`" in PAGE, name
+    for link in re.findall(r"\]\(([\w./]+)", PAGE):
+        assert (ROOT / "docs" / link).exists(), link
+
+
+def test_the_arguments_of_the_readmes_layers_are_arguments() -> None:
+    block = next(each for each in (ROOT / "README.md").read_text().split("```python") if "mode.MoE(" in each)
+    scope: dict[str, Any] = {"mode": mode, "width": 8, "block": nn.Linear(8, 8), "self": nn.Module()}
+    exec(block.split("```")[0].replace("ep_size=2", "ep_size=1"), scope)
+    x = torch.randn(2, 16, 8)
+    assert scope["self"].moe(x)[0].shape == scope["self"].block(x).shape == x.shape

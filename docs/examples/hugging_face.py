@@ -118,12 +118,15 @@ def main() -> None:
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29501"}
     for name, value in alone.items():  # as plain `python`
         os.environ.setdefault(name, value)
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = (
+        False  # or, on a CPU, DeepSpeed compiles for a minute first
+    )
     deepspeed.init_distributed()
     _, losses = train(settings(arguments.stage), arguments.family, arguments.ep_size, arguments.steps)
     if deepspeed.comm.get_rank() == 0:
         print(f"evaluation: loss {losses[-1]:.4f}")
-    deepspeed.comm.destroy_process_group()
 
 
 if __name__ == "__main__":
     main()
+    deepspeed.comm.destroy_process_group()
