@@ -4,6 +4,8 @@ from pathlib import Path
 
 from setuptools import find_packages, setup
 
+TRANSFORMERS = "transformers>=5,<6"  # whose decoder layers mode.DepthRouted knows the arguments of
+
 setup(
     name="deepspeed-mode",
     version="0.1.0",
@@ -29,7 +31,8 @@ setup(
     ],
     extras_require={
         "plots": ["matplotlib>=3.8"],
-        "dev": ["pytest>=8", "pytest-xdist>=3", "hypothesis>=6", "ruff", "mypy", "matplotlib>=3.8"],
+        "hf": [TRANSFORMERS],  # our layers inside models of transformers: docs/own_model.md
+        "dev": ["pytest>=8", "pytest-xdist>=3", "hypothesis>=6", "ruff", "mypy", "matplotlib>=3.8", TRANSFORMERS],
         # What MegaBlocks 0.10 needs. It pins torch 2.7.0, which we cannot use, so it is installed
         # after this with --no-deps: see docs/gpu.md.
         "megablocks": ["stanford-stk==0.7.1", "setuptools>=70.1,<79"],

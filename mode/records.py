@@ -179,6 +179,8 @@ class RoutingRecords(Sequence[LayerRecord]):
 
 _collecting: ContextVar[tuple[RoutingRecords, ...]] = ContextVar("mode_collecting", default=())
 _present: ContextVar[Tensor | None] = ContextVar("mode_present", default=None)
+# With the number of the backward pass, so that nothing is left over for the next one.
+_present_in_backward: ContextVar[tuple[int, Tensor] | None] = ContextVar("mode_present_in_backward", default=None)
 
 
 @contextmanager
@@ -191,9 +193,30 @@ def only_present(valid_BS: Tensor | None) -> Iterator[None]:
         _present.reset(token)
 
 
+def only_present_in_backward(valid_BS: Tensor | None, input_BSD: Tensor, output_BSD: Tensor) -> None:
+    """Repeats `only_present` while backward is between a block's output and its input.
+
+    There activation checkpointing inside of the block runs it again, outside of the context it first ran in.
+    """
+    if valid_BS is None or not output_BSD.requires_grad:
+        return
+
+    def enter(_: Tensor) -> None:
+        _present_in_backward.set((torch._C._current_graph_task_id(), valid_BS))
+
+    def leave(_: Tensor) -> None:
+        _present_in_backward.set(None)
+
+    output_BSD.register_hook(enter)
+    if input_BSD.requires_grad:
+        input_BSD.register_hook(leave)
+
+
 def present_slots(shape: Sequence[int]) -> Tensor | None:
     """bool [B, S], False at fillers of a depth-routed block around an input of this shape; None: there are none."""
-    valid_BS = _present.get()
+    valid_BS, again = _present.get(), _present_in_backward.get()
+    if valid_BS is None and again is not None and again[0] == torch._C._current_graph_task_id():
+        valid_BS = again[1]
     return valid_BS if valid_BS is not None and valid_BS.shape == tuple(shape[:2]) else None
 
 

@@ -54,7 +54,7 @@ def whole_weights(engine: Any) -> dict[str, Tensor]:
         with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
             weight = parameter.detach().clone()
         layer = engine.module.get_submodule(name.rpartition(".experts.")[0]) if ".experts." in name else None
-        if layer is not None and layer.ep_size > 1:
+        if isinstance(layer, mode.MoE) and layer.ep_size > 1:
             parts = [torch.empty_like(weight) for _ in range(layer.ep_size)]
             torch.distributed.all_gather(parts, weight, group=layer.ep_group)
             weight = torch.cat(parts)

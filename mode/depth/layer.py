@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import itertools
 from collections.abc import Mapping
@@ -18,7 +19,7 @@ from mode.config.settings import AuxLossConfig, DepthConfig, PredictorConfig
 from mode.depth.losses import depth_loss_weights, depth_losses
 from mode.depth.router import Routed, build_depth_router
 from mode.ops.operators import flat_index
-from mode.records import DepthRouting, only_present, put
+from mode.records import DepthRouting, only_present, only_present_in_backward, put
 
 Axes = int | tuple[int, ...]
 # Arguments of transformers' decoder layers that have one entry per token, and where. A mask's axes follow its shape.
@@ -64,13 +65,20 @@ class DepthRouted(DepthLayer):
     - `balance_weight`: of a loss that holds the share that token choice keeps.
     - `warmup_steps`: optimizer steps, counted by `mode.after_step`, over which the kept share falls from 1 to
       `capacity_fraction`.
-    - `per_token`: the block's arguments that have one entry per token, by name, with their axis, or axes as of a mask
-      [rows, 1, tokens, tokens]: {"position_ids": 1, "mask": (2, 3)}. Tuples of tensors are taken along one by one. The
-      decoder layers of `transformers` need nothing to be named.
+    - `per_token`: the block's arguments that have one entry per token, by name, with their axis, or axes (queries,
+      keys) as of a mask [rows, 1, tokens, tokens]: {"position_ids": 1, "mask": (2, 3)}. Axis 0 is the rows, or 1 for
+      all of them. Tuples of tensors are taken along one by one. `attention_mask` and the decoder layers of
+      `transformers` need nothing to be named.
     - `seed`, `layer`: what the router's initial weights are drawn from; by default layers are counted as they are made.
     - `config`: a `DepthConfig` instead of the settings above.
 
-    An `attention_mask` also tells which tokens are padding; padding is never kept and takes no capacity.
+    An `attention_mask` also tells which tokens are padding, which is never kept and takes no capacity: [rows, tokens],
+    0 at padding, or [rows, 1, tokens, tokens], True where a token sees another, or floats to be added.
+
+    Rows that keep fewer tokens than others (padding, token choice, evaluation) are filled up with tokens whose output
+    is not used. Masks are closed at these fillers: `attention_mask`, and any mask of two axes. A block without a mask
+    must look at earlier slots only, as `is_causal=True` does: without padding fillers stand last. A block that masks by
+    positions or documents alone would see them: hand it an `attention_mask` of ones, to be combined with.
     """
 
     steps_done: Tensor | None
@@ -103,6 +111,7 @@ class DepthRouted(DepthLayer):
             balance_weight=balance_weight,
             causal=causal,
         )
+        _check_warmup(config, warmup_steps)
         super().__init__(config, hidden_size, seed, next(_layers_made) if layer is None else layer)
         self.block = block
         self.hidden_size, self.warmup_steps = hidden_size, warmup_steps
@@ -110,20 +119,29 @@ class DepthRouted(DepthLayer):
         self._steps_done: int | None = 0  # the buffer's value without waiting for a device; None: not known
         self.register_load_state_dict_post_hook(_forget_steps)
         self.names = _argument_names(block)
-        self.per_token: dict[str, Axes] = dict(HUGGING_FACE if per_token is None else per_token)
+        self.per_token: dict[str, Axes] = HUGGING_FACE if per_token is None else {"attention_mask": (), **per_token}
         unknown = sorted(set(per_token or ()) - set(self.names)) if "**" not in self.names else []
         if unknown:
             raise ValueError(f"per_token names {unknown[0]!r}, but {type(block).__name__}.forward has {self.names}")
+        for name, axes in (per_token or {}).items():
+            if not 1 <= len(_tuple(axes)) <= 2 or min(_tuple(axes)) < 1:
+                raise ValueError(
+                    f"per_token[{name!r}] is {axes}; give the axis of the tokens, or two of a mask (queries, keys), "
+                    "counted from 0, which is the rows: 1, or (2, 3)"
+                )
 
     def forward(self, x_BLD: Tensor, *args: Any, **kwargs: Any) -> Any:
         arguments = {**dict(zip(self.names[1:], args, strict=False)), **kwargs}
         if x_BLD.ndim != 3 or x_BLD.shape[-1] != self.hidden_size:
             raise ValueError(f"x has shape {tuple(x_BLD.shape)}; it must be [rows, tokens, {self.hidden_size}]")
-        present_BL = present_tokens(arguments.get("attention_mask"), x_BLD.shape[1])
+        present_BL = present_tokens(arguments.get("attention_mask"), *x_BLD.shape[:2])
         routing, kept_BSD = self._route(x_BLD, present_BL)
+        if not routing.kept_BS.shape[1]:  # many blocks cannot reshape no tokens, and none may be left out under ZeRO-3
+            routing, kept_BSD = _one_filler(x_BLD, routing)
         with only_present(routing.valid_BS):
             output = self.block(kept_BSD, **self._of_kept(arguments, routing))
         out_BSD = output[0] if isinstance(output, tuple) else output
+        only_present_in_backward(routing.valid_BS, kept_BSD, out_BSD)
         mixed_BLD = self.add_back(x_BLD, routing, out_BSD - kept_BSD)
         self.put_record(x_BLD, routing, competing=self.training)
         return (mixed_BLD, *output[1:]) if isinstance(output, tuple) else mixed_BLD
@@ -173,6 +191,21 @@ class DepthRouted(DepthLayer):
         return taken
 
 
+def _check_warmup(config: DepthConfig, warmup_steps: int) -> None:
+    if warmup_steps < 0:
+        raise ValueError(f"warmup_steps is {warmup_steps}; give a number of optimizer steps, or 0 for no warm-up")
+    if warmup_steps and config.selection == "token_choice":
+        raise ValueError(
+            f'warmup_steps is {warmup_steps} with selection "token_choice", whose balance is about one share of the '
+            "tokens; set it to 0"
+        )
+    if config.warmup_fraction:
+        raise ValueError(
+            f"config.warmup_fraction is {config.warmup_fraction:g}, a share of a run's steps, which a layer does not "
+            "know; set it to 0 and give warmup_steps"
+        )
+
+
 def _forget_steps(module: nn.Module, _: object) -> None:
     module._steps_done = None  # type: ignore[assignment]
 
@@ -184,6 +217,17 @@ def _argument_names(block: nn.Module) -> list[str]:
     return names + ["**"] * any(p.kind == p.VAR_KEYWORD for p in parameters)
 
 
+def _one_filler(x_BLD: Tensor, routing: DepthRouting) -> Routed:
+    """One slot per row with no token in it, where nothing is kept."""
+    kept_BS = routing.kept_BS.new_zeros(len(x_BLD), 1)
+    gates_BS, valid_BS = torch.zeros_like(kept_BS, dtype=routing.gates_BS.dtype), torch.zeros_like(kept_BS).bool()
+    return dataclasses.replace(routing, kept_BS=kept_BS, gates_BS=gates_BS, valid_BS=valid_BS), x_BLD[:, :1]
+
+
+def _tuple(axes: Axes) -> tuple[int, ...]:
+    return (axes,) if isinstance(axes, int) else axes
+
+
 def _refuse_cache(name: str, value: Any, training: bool) -> None:
     """A key/value cache holds one entry per token; the block computes those of the kept ones only."""
     if value is not None and not training:
@@ -193,17 +237,23 @@ def _refuse_cache(name: str, value: Any, training: bool) -> None:
         )
 
 
-def present_tokens(mask: Any, length: int) -> Tensor | None:
+def present_tokens(mask: Any, num_rows: int, length: int) -> Tensor | None:
     """bool [B, L], False at padding: from a mask [B, L], or from which tokens see themselves in one [B, 1, L, L]."""
     if not isinstance(mask, Tensor):
         return None
-    if mask.ndim == 2:
+    shape = tuple(mask.shape)
+    if shape == (num_rows, length) and not mask.is_floating_point():
         return mask.bool()
-    if mask.ndim == 4 and mask.shape[2] == mask.shape[3] == length:
-        itself_BL = mask[:, 0].diagonal(dim1=1, dim2=2)
-        return itself_BL if mask.dtype == torch.bool else itself_BL > torch.finfo(mask.dtype).min / 2
+    if len(shape) == 4 and shape[0] in (1, num_rows) and shape[2:] == (length, length):
+        itself_BL = mask[:, 0].diagonal(dim1=1, dim2=2).expand(num_rows, -1)
+        if mask.dtype == torch.bool:
+            return itself_BL
+        if mask.is_floating_point():
+            return itself_BL > torch.finfo(mask.dtype).min / 2
     raise ValueError(
-        f"attention_mask has shape {tuple(mask.shape)}; depth routing takes [rows, tokens] or [rows, 1, tokens, tokens]"
+        f"attention_mask is {mask.dtype} of shape {shape}; depth routing takes [rows, tokens] = [{num_rows}, {length}] "
+        "of booleans or integers, 0 at padding, or [rows, 1, tokens, tokens] of booleans, True where a token sees "
+        "another, or of floats to be added"
     )
 
 
@@ -212,30 +262,42 @@ def _take_along(name: str, value: Any, axes: Axes, routing: DepthRouting) -> Any
         return type(value)(_take_along(name, each, axes, routing) for each in value)
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} is a {type(value).__name__}; an argument with one entry per token must be a tensor")
-    is_mask = name == "attention_mask" and axes == ()
-    if is_mask:
+    if axes == ():
         axes = (1,) if value.ndim == 2 else (2, 3)
-    axes = (axes,) if isinstance(axes, int) else axes
-    length = routing.logits_BL.shape[1]
+    axes = _tuple(axes)
+    num_rows, length = routing.logits_BL.shape
     for axis in axes:
-        if axis >= value.ndim or value.shape[axis] != length:
-            raise ValueError(f"{name} has shape {tuple(value.shape)}; its axis {axis} must have {length} tokens")
+        if axis >= value.ndim or value.shape[axis] != length or value.shape[0] not in (1, num_rows):
+            raise ValueError(
+                f"{name} has shape {tuple(value.shape)}; per_token needs {num_rows} rows, or 1 for all, in its axis 0 "
+                f"and {length} tokens in its axis {axis}"
+            )
         value = _gather_along(value, axis, routing.kept_BS)
-    if routing.valid_BS is not None and len(axes) == 2:
-        # A filler must see something: of an empty softmax the gradient is NaN.
-        opened = torch.ones_like(value) if value.dtype == torch.bool else torch.zeros_like(value)
-        value = value.where(routing.valid_BS[:, None, :, None], opened)
-    return value
+    if routing.valid_BS is None:
+        return value
+    if len(axes) == 2 and (value.dtype == torch.bool or value.is_floating_point()):
+        return _without_fillers(value, axes, routing.valid_BS)
+    return value * routing.valid_BS if name == "attention_mask" else value
+
+
+def _without_fillers(mask: Tensor, axes: tuple[int, ...], valid_BS: Tensor) -> Tensor:
+    """A mask (queries, keys) in which no token sees a filler, and fillers see everything.
+
+    A filler must see something: of an empty softmax the gradient is NaN.
+    """
+    closed, opened = (False, True) if mask.dtype == torch.bool else (torch.finfo(mask.dtype).min, 0.0)
+    valid_queries, valid_keys = (_along(valid_BS, axis, mask.ndim) for axis in axes)
+    return mask.masked_fill(~valid_keys, closed).masked_fill(~valid_queries, opened)
 
 
 def _gather_along(value: Tensor, axis: int, kept_BS: Tensor) -> Tensor:
     """The entries of the kept tokens of `value`, whose axis 0 is the rows, or 1 for all rows."""
-    num_rows, slots = kept_BS.shape
-    if axis == 0:
-        raise ValueError("axis 0 is the rows; an argument with one entry per token has its tokens in a later axis")
-    value = value.expand(num_rows, *value.shape[1:])
-    shape = [1] * value.ndim
-    shape[0], shape[axis] = num_rows, slots
+    value = value.expand(len(kept_BS), *value.shape[1:])
     target = list(value.shape)
-    target[axis] = slots
-    return value.gather(axis, kept_BS.view(shape).expand(target))
+    target[axis] = kept_BS.shape[1]
+    return value.gather(axis, _along(kept_BS, axis, value.ndim).expand(target))
+
+
+def _along(x_BS: Tensor, axis: int, num_axes: int) -> Tensor:
+    """`x_BS` with its slots in `axis` of `num_axes`, to be broadcast over the others."""
+    return x_BS.view([len(x_BS), *[1] * (axis - 1), x_BS.shape[1], *[1] * (num_axes - axis - 1)])
