@@ -93,6 +93,10 @@ class ParallelDispatcher(LocalDispatcher):
             order_Q=order_Q,
         )
 
+    def __reduce__(self) -> tuple[type[LocalDispatcher], tuple[bool]]:
+        """A copy is not connected to other ranks."""
+        return LocalDispatcher, (self.all_processed,)
+
     def combine(self, out_QD: Tensor, sent: Dispatched) -> Tensor:
         assert isinstance(sent, Exchanged)
         by_sender_QD = permute(out_QD, inverse(sent.order_Q))
@@ -127,7 +131,11 @@ class MoE(LocalMoE, AutoEPMoELayer):
         if world_size % ep_size:
             raise ConfigError("ep_size", f"is {ep_size}, which does not divide the {world_size} ranks; use a divisor")
         self._set_attributes_the_engine_reads(rank % ep_size)
-        return super()._build_experts(expert, initial, output_scale, ep_size, self.ep_rank, self._mark_for_zero_init)
+        divided = [] if expert is None else [p for p in expert.parameters() if hasattr(p, "ds_id")]  # by zero.Init
+        with partition_parameters.GatheredParameters(divided):
+            return super()._build_experts(
+                expert, initial, output_scale, ep_size, self.ep_rank, self._mark_for_zero_init
+            )
 
     def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False, **rest: Any) -> None:
         """Called by the engine when its process groups exist."""
@@ -149,6 +157,10 @@ class MoE(LocalMoE, AutoEPMoELayer):
                 "is not connected to the other ranks; call deepspeed.initialize or mode.initialize on the model first"
             )
         return LocalMoE.forward(self, hidden_states, used_token)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles, which are not connected to other ranks until an engine is built around them."""
+        return {**self.__dict__, "ep_group": None}
 
     def _set_attributes_the_engine_reads(self, ep_rank: int) -> None:
         config = self.config

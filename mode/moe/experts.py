@@ -115,7 +115,7 @@ class ModuleExperts(nn.Module):
         super().__init__()
         self.first, self.dispatcher = first, dispatcher
         parameters = dict(expert.named_parameters())
-        _check_parameters(parameters)
+        _check_expert(expert, parameters)
         self.shapes = {name: parameter.shape for name, parameter in parameters.items()}
         flat = torch.cat([parameter.detach().flatten() for parameter in parameters.values()])
         third = math.ceil(len(flat) / 3)
@@ -125,12 +125,9 @@ class ModuleExperts(nn.Module):
             self.register_parameter(name, parameter)
             if mark is not None:
                 mark(parameter)
-        template = copy.deepcopy(expert)
-        for name in self.shapes:
-            owner, _, last = name.rpartition(".")
-            setattr(template.get_submodule(owner), last, nn.Parameter(flat.new_empty(0)))  # holds the name alone
-        self.template = [template]  # in a list: its parameters are not ours
+        self.template = [_without_weights(expert)]  # in a list: its parameters are not ours
 
+    @torch.compiler.disable  # the experts' numbers of rows are new in every pass: it would be compiled again and again
     def forward(self, x_TD: Tensor, routing: ExpertRouting) -> Tensor:
         sent = self.dispatcher.dispatch(x_TD, routing)
         template = self.template[0].train(self.training)
@@ -153,12 +150,36 @@ class ModuleExperts(nn.Module):
         return self
 
 
-def _check_parameters(parameters: dict[str, nn.Parameter]) -> None:
+def _without_weights(expert: nn.Module) -> nn.Module:
+    """A copy of `expert` whose parameters hold nothing but their names; shared ones stay shared."""
+    template = copy.deepcopy(expert)
+    empty: dict[nn.Parameter, nn.Parameter] = {}
+    for name, parameter in list(template.named_parameters(remove_duplicate=False)):
+        owner, _, last = name.rpartition(".")
+        empty.setdefault(parameter, nn.Parameter(parameter.new_empty(0)))
+        setattr(template.get_submodule(owner), last, empty[parameter])
+    return template
+
+
+def _check_expert(expert: nn.Module, parameters: dict[str, nn.Parameter]) -> None:
     if not parameters:
         raise ValueError("expert has no parameters; give a module that has some, or expert_width for SwiGLU experts")
     dtypes = {parameter.dtype for parameter in parameters.values()}
     if len(dtypes) > 1:
         raise ValueError(f"expert has parameters of {sorted(map(str, dtypes))}; all must have one dtype")
+    frozen = [name for name, parameter in parameters.items() if not parameter.requires_grad]
+    if frozen:
+        raise ValueError(
+            f"expert has the frozen parameter {frozen[0]!r}; an expert's parameters lie in common tensors and are "
+            "trained together: make it a non-persistent buffer, or trainable"
+        )
+    for owner, module in expert.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                raise ValueError(
+                    f"expert has the buffer {f'{owner}.{name}'.lstrip('.')!r}, which the layer's checkpoints would not "
+                    "hold; register it with persistent=False if it is a constant, or use an expert without it"
+                )
 
 
 # ---- Rows of sorted experts, by backend ----

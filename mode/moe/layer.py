@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,6 +20,7 @@ from mode.moe.experts import Mark, ModuleExperts, StackedExperts, build_experts,
 from mode.moe.losses import expert_loss_weights, expert_losses
 from mode.moe.router import ExpertRouter
 from mode.records import flatten, present_slots, put, unflatten, weighted_sum
+from mode.section import ConfigError
 
 # Arguments of deepspeed.moe.layer.MoE that mean nothing here: (the value that changes nothing, what to use instead).
 NOT_HERE: dict[str, tuple[Any, str]] = {
@@ -53,7 +56,8 @@ class LocalMoE(nn.Module):
     - `backend`: "auto", "megablocks", "native" (compiled for CPUs), "grouped_mm" or "loop".
     - `seed`, `layer`: what the initial weights are drawn from, whatever the layout. Layers with equal numbers begin
       alike; by default they are counted as they are made.
-    - `output_scale`: the size of the experts' output for a unit input; 1 / sqrt(2 * layers) suits a residual stream.
+    - `output_scale`: the size of the SwiGLU experts' output for a unit input; 1 / sqrt(2 * layers) suits a residual
+      stream.
     - `config`: an `ExpertsConfig` instead of the settings above.
     """
 
@@ -88,22 +92,23 @@ class LocalMoE(nn.Module):
         nn.Module.__init__(self)  # by name: the subclass for the engine has a second parent
         _refuse(deepspeed_only)
         if config is None:
-            _check_expert(expert, expert_width, num_shared)
-            config = ExpertsConfig(
-                num_experts=num_experts,
-                top_k=k,
-                width=expert_width or 1,  # not read with `expert`
-                num_no_ops=num_no_ops,
-                no_op_fraction=no_op_fraction,
-                capacity_factor=capacity_factor,
-                renormalize=k > 1 if renormalize is None else renormalize,
-                num_shared=num_shared,
-                balance_loss=BalanceLossConfig(balance_weight, balance_scope) if balance_weight else None,
-                balance_bias=None if bias_rate is None else BalanceBiasConfig(bias_rate),
-                z_loss_weight=z_loss_weight,
-                backend=backend,
-                ep_size=ep_size,
-            )
+            _check_expert(expert, expert_width, num_shared, backend)
+            with _argument_names():
+                config = ExpertsConfig(
+                    num_experts=num_experts,
+                    top_k=k,
+                    width=1 if expert_width is None else expert_width,  # not read with `expert`
+                    num_no_ops=num_no_ops,
+                    no_op_fraction=no_op_fraction,
+                    capacity_factor=capacity_factor,
+                    renormalize=k > 1 if renormalize is None else renormalize,
+                    num_shared=num_shared,
+                    balance_loss=BalanceLossConfig(balance_weight, balance_scope) if balance_weight else None,
+                    balance_bias=None if bias_rate is None else BalanceBiasConfig(bias_rate),
+                    z_loss_weight=z_loss_weight,
+                    backend=backend,
+                    ep_size=ep_size,
+                )
         self.config, self.hidden_size = config, hidden_size
         initial = Initial.of_experts(seed, next(_layers_made) if layer is None else layer)
         self.router = ExpertRouter(config, hidden_size, initial.part("router"))
@@ -142,10 +147,21 @@ class LocalMoE(nn.Module):
         `hidden_states` [..., D]: the axis before the last is the sequence, for losses per sequence. Where `used_token`
         [...] is False there is no token: it is not routed and its output is zero.
         """
+        if not hidden_states.ndim or hidden_states.shape[-1] != self.hidden_size:
+            raise ValueError(
+                f"hidden_states has shape {tuple(hidden_states.shape)}; it must be [..., {self.hidden_size}]"
+            )
         *rows, slots = hidden_states.shape[:-1] or (1,)
         shape = (math.prod(rows), slots)
         x_BSD = hidden_states.reshape(*shape, self.hidden_size)
-        used_BS = present_slots(x_BSD.shape) if used_token is None else used_token.bool().view(shape)
+        used_BS = present_slots(x_BSD.shape)
+        if used_token is not None:
+            if used_token.numel() != math.prod(shape):
+                raise ValueError(
+                    f"used_token has shape {tuple(used_token.shape)}; it must have one entry for each of the "
+                    f"{math.prod(shape)} tokens of hidden_states"
+                )
+            used_BS = used_token.bool().reshape(shape)
         x_TD = flatten(x_BSD, used_BS)
         routing = self.router(x_TD, shape, used_BS)
         out_TD = self.experts(x_TD, routing)
@@ -158,6 +174,22 @@ class LocalMoE(nn.Module):
         return output, weighted_sum(losses, self.loss_weights, x_TD.device), counts_E
 
 
+@contextmanager
+def _argument_names() -> Iterator[None]:
+    """Names a setting that is wrong as the argument of `MoE` is called."""
+    names = {
+        "top_k": "k",
+        "width": "expert_width",
+        "weight": "balance_weight",
+        "scope": "balance_scope",
+        "rate": "bias_rate",
+    }
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(names.get(error.path, error.path), error.problem) from None
+
+
 def _refuse(deepspeed_only: dict[str, Any]) -> None:
     for name, value in deepspeed_only.items():
         if name not in NOT_HERE:
@@ -167,12 +199,14 @@ def _refuse(deepspeed_only: dict[str, Any]) -> None:
             raise ValueError(f"{name}={value!r} means something to DeepSpeed's MoE and nothing here; {instead}")
 
 
-def _check_expert(expert: nn.Module | None, expert_width: int | None, num_shared: int) -> None:
+def _check_expert(expert: nn.Module | None, expert_width: int | None, num_shared: int, backend: str) -> None:
     if (expert is None) == (expert_width is None):
         given = "neither" if expert is None else "both"
         raise ValueError(
             f"{given} of expert and expert_width given; give expert, any module, or expert_width for SwiGLU experts"
         )
+    if backend != "auto" and expert_width is None:
+        raise ValueError(f'backend is "{backend}" with expert; it is about SwiGLU experts: leave it out')
     if num_shared and expert_width is None:
         raise ValueError(
             f"num_shared is {num_shared} with expert; shared experts are SwiGLU: give expert_width instead"

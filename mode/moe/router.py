@@ -82,6 +82,7 @@ class ExpertRouter(nn.Module):
         )
         return within_capacity(choices_TK, gates_TK, config.num_columns, capacity)
 
+    @torch.compiler.disable  # a compiled forward pass would be compiled again for every number
     def _count_pass(self) -> None:
         self.passes_since_move += 1
         if self.passes_since_move == PASSES_BEFORE_A_WARNING:

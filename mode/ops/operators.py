@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from mode.ops.library import kernels_unavailable
-from mode.ops.rows import at_least_float32, gather_rows, sort_by_expert, sum_rows
+from mode.ops.rows import at_least_float32, gather_rows, is_functional, sort_by_expert, sum_rows
 from mode.ops.swiglu import swiglu_rows
 
 KERNEL_DTYPES = (torch.float32, torch.float64)
@@ -30,7 +30,7 @@ def can_use_kernels(*tensors: Tensor) -> bool:
 
 def is_transformed() -> bool:
     """Whether torch.compile or torch.func is at work, which must see torch's operators."""
-    return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    return torch.compiler.is_compiling() or is_functional()
 
 
 # ---- Experts ----

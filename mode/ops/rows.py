@@ -20,6 +20,11 @@ def at_least_float32(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
+def is_functional() -> bool:
+    """Whether torch.func is at work, which cannot look into an autograd function of this package."""
+    return torch._C._are_functorch_transforms_active()
+
+
 @dataclass(frozen=True)
 class Rows:
     """The processed assignments, sorted by expert; within one expert, by token. All int64."""
@@ -58,18 +63,25 @@ def inverse(order_R: Tensor) -> Tensor:
 
 def gather_rows(x_TD: Tensor, rows: Rows) -> Tensor:
     """[R, D]: every row's token."""
+    if is_functional():
+        return x_TD.index_select(0, rows.tokens_R)
     gathered_RD: Tensor = _GatherRows.apply(x_TD, rows)
     return gathered_RD
 
 
 def sum_rows(x_RD: Tensor, gates_R: Tensor, rows: Rows) -> Tensor:
     """[T, D]: the sum of every token's rows, each times its gate; of none, exactly zero."""
+    if is_functional():
+        gated_RD = (x_RD * gates_R.unsqueeze(1)).to(x_RD.dtype)
+        return x_RD.new_zeros(len(rows.starts_T), x_RD.shape[1]).index_add(0, rows.tokens_R, gated_RD)
     summed_TD: Tensor = _SumRows.apply(x_RD, gates_R, rows)
     return summed_TD
 
 
 def permute(x_RD: Tensor, order_R: Tensor) -> Tensor:
     """The rows in another order."""
+    if is_functional():
+        return x_RD.index_select(0, order_R)
     permuted_RD: Tensor = _Permute.apply(x_RD, order_R)
     return permuted_RD
 
