@@ -15,7 +15,7 @@ from deepspeed.moe.layer import MoE as DeepSpeedMoE
 from torch import Tensor, nn
 
 import mode
-from mode.config import ExpertsConfig
+from mode.config.settings import ExpertsConfig
 from mode.moe import router as routers
 from mode.moe.layer import NOT_HERE, LocalMoE
 from tests.helpers import assert_same_with_gradients, spread_weights
