@@ -22,7 +22,10 @@ from mode.accounting.counts import (
 )
 from mode.accounting.parameters import block_parameters, one_expert_parameters
 from mode.config.file import RunConfig
+from mode.config.section import ConfigError
 from mode.config.settings import ModeConfig
+
+MAX_STEPS = 10**15  # beyond any run
 
 
 @dataclass(frozen=True)
@@ -169,6 +172,10 @@ def num_steps(run: RunConfig, world_size: int) -> int:
         return max(1, round(train.tokens / (micro * accumulation * world_size * run.mode.model.sequence_length)))
     assert train.flops is not None
     most = max(1, round(train.flops / step_flops(run, world_size)))  # as many as without a warm-up, which only adds
+    if most > MAX_STEPS:
+        raise ConfigError(
+            "mode.train.flops", f"is {train.flops:g}, which makes {most:.3g} steps; it must make at most {MAX_STEPS:g}"
+        )
     if run.mode.depth is None or not run.mode.depth.warmup_fraction:
         return most
     budget, total = train.flops, _flops_of_steps(run, world_size)

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from mode.config.section import ConfigError
 from mode.config.settings import BalanceBiasConfig, BalanceLossConfig, ExpertsConfig
 from mode.layers import Initial, SwiGLU
 from mode.moe.dispatch import LocalDispatcher
@@ -20,7 +21,6 @@ from mode.moe.experts import Mark, ModuleExperts, StackedExperts, build_experts,
 from mode.moe.losses import expert_loss_weights, expert_losses
 from mode.moe.router import ExpertRouter
 from mode.records import flatten, present_slots, put, unflatten, weighted_sum
-from mode.section import ConfigError
 
 # Arguments of deepspeed.moe.layer.MoE that mean nothing here: (the value that changes nothing, what to use instead).
 NOT_HERE: dict[str, tuple[Any, str]] = {

@@ -419,6 +419,11 @@ def test_resume_takes_a_path_and_never_starts_afresh(world, tmp_path):
     )
     assert "at step 9" in job.output()
     assert launch.reproducible(launch.metrics(tmp_path / "fork")) == launch.reproducible(launch.metrics(whole))[9:]
+    before = sorted((tmp_path / "fork").rglob("*"))
+    other = str(whole / "checkpoints" / "step_00000009")
+    job = launch.start(arguments(config, tmp_path / "fork", "--resume", other), tmp_path / "mixed")
+    assert job.wait() == [2] and "holds a run of its own" in job.output()
+    assert sorted((tmp_path / "fork").rglob("*")) == before, "nothing of the run that is there is changed"
     again = tmp_path / "again"
     shutil.copytree(whole, again)
     job = launch.run(arguments(config, again, "--resume", "never", *stop_after(4)), tmp_path / "b")

@@ -160,6 +160,9 @@ def test_a_manifest_that_is_not_what_was_written_is_damage(world, tmp_path, caps
     good = json.loads(file.read_text())
     without_run = {name: value for name, value in good.items() if name != "run"}
     bad = [without_run, good | {"run": None}, good | {"files": list(good["files"])}, good | {"files": {}}, [], None, 1]
+    bad += [good | {"run": good["run"] | {name: None}} for name in ("mode", "plan", "layout")] + [
+        good | {"run": {"a": 1}}
+    ]
     for text in (*map(json.dumps, bad), "{", "[" * 100_000, "\0"):
         file.write_text(text)
         assert checkpoints.newest_whole(tmp_path / "checkpoints").name == "step_00000009", text[:100]

@@ -273,6 +273,10 @@ def _expected(checkpoint: Path) -> dict[str, Any] | str:
     for key in ("run", "files"):
         if not isinstance(manifest.get(key), dict) or not manifest[key]:
             return f'its manifest has no "{key}"'
+    run = manifest["run"]
+    for key in ("mode", "plan", "layout"):
+        if not isinstance(run.get(key, {}), dict) or (key == "mode" and not run.get(key)):
+            return f'its manifest has no "run.{key}"'
     return dict(manifest["files"])
 
 

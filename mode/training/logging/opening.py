@@ -12,8 +12,9 @@ from torch import distributed
 from mode.config.file import RunConfig
 from mode.config.section import ConfigError, show
 from mode.data import PackedData, Tokenizer
+from mode.training.checkpoints.checkpoint import as_rank_0_sees
 from mode.training.logging.console import plan_table
-from mode.training.logging.run_files import EXTENSIONS
+from mode.training.logging.run_files import EXTENSIONS, METRICS
 from mode.transformer.model import ModeTransformer
 from mode.transformer.pretrained import check_same_model
 
@@ -81,3 +82,16 @@ def description(
     fresh = "starting at step 0" + (f" with the weights of {weights}" if weights is not None else "")
     lines.append(f"  {fresh if found is None else f'resuming from {found} at step {step}'}\n")
     return "\n".join(lines)
+
+
+def check_own_directory(found: Path, run_dir: Path) -> None:
+    """Refuses to go on from another run's checkpoint in a directory that holds a run of its own, which it would mix."""
+    own = run_dir / "checkpoints"
+    if found.resolve().parent == own.resolve():
+        return
+    held = as_rank_0_sees(lambda: (run_dir / METRICS).exists() or any(own.glob("step_*")))
+    if held:
+        raise ConfigError(
+            "--output_dir",
+            f"{run_dir} holds a run of its own, and {found} is of another; name a directory that does not exist yet",
+        )

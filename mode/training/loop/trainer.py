@@ -35,7 +35,13 @@ from mode.training.checkpoints.same_run import (
 from mode.training.logging.clock import Clock
 from mode.training.logging.console import Console
 from mode.training.logging.metrics import counted_flops, decision_image, routing_figures, routing_histograms
-from mode.training.logging.opening import description, lock_directory, start_from, write_settings
+from mode.training.logging.opening import (
+    check_own_directory,
+    description,
+    lock_directory,
+    start_from,
+    write_settings,
+)
 from mode.training.logging.recorder import Recorder, check_monitors
 from mode.training.logging.summary import closing_table, commands, sample
 from mode.training.loop.compiling import compile_dense_parts
@@ -92,6 +98,7 @@ class Trainer:
             check_same_run(found, self.identity)
             changes = check_plan(found, self.plan, extend)
             self.extensions = extensions_of(found, changes)
+            check_own_directory(found, run_dir)
         checkpoints.discard_leftovers(run_dir / "checkpoints")
         self.watchdog.progress("the start, building the engine", START_PATIENCE)
         self.backend = agreed_backend(run)
