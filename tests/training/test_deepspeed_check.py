@@ -32,6 +32,8 @@ def check(*settings: str) -> dict[str, Any]:
         (["optimizer.type=adamv"], "optimizer.type", ['did you mean "Adam"?']),
         (["optimizer.type=5"], "optimizer.type", ["is 5", "a string"]),
         (["optimizer.type=MuAdam"], "optimizer.type", ["mup"]),
+        (['optimizer={"type": "LBFGS"}'], "optimizer.type", ['"LBFGS"', "one of adagrad"]),
+        (["steps_per_print=abc"], "steps_per_print", ['"abc"', "a whole number"]),
         (["optimizer.type=Lion"], "optimizer.params.torch_adam", ["is true", "Lion takes no", "betas, lr"]),
         (["optimizer.type=SGD"], "optimizer.params.torch_adam", ["SGD takes no", "momentum"]),
         (["optimizer.type=Muon", "optimizer.params.momentun=0.9"], "optimizer.params.momentun", ['"momentum"']),

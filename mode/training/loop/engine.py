@@ -103,6 +103,9 @@ def engine_settings(run: RunConfig, world_size: int) -> dict[str, Any]:
     for name, value in automatic.items():
         if scheduler.get(name) == "auto":
             scheduler[name] = value
+    for name in ("optimizer", "scheduler"):
+        if isinstance(settings.get(name), dict) and "type" in settings[name]:
+            settings[name].setdefault("params", {})  # left out, DeepSpeed would hand None to torch's classes
     check_deepspeed_settings(settings)
     return {name: value for name, value in settings.items() if name not in MONITORS}
 

@@ -28,8 +28,9 @@ from torch import nn, optim
 
 from mode.config.section import ConfigError, nearest, show
 
+NOT_HERE = ("Optimizer", "LBFGS", "SparseAdam")  # the second needs a closure and one group, the third sparse gradients
 TORCH_OPTIMIZERS = tuple(
-    name for name in dir(optim) if inspect.isclass(getattr(optim, name)) and name != "Optimizer" and name[0] != "_"
+    name for name in dir(optim) if inspect.isclass(getattr(optim, name)) and name not in NOT_HERE and name[0] != "_"
 )
 TORCH_SCHEDULERS = tuple(name for name in optim.lr_scheduler.__all__ if name != "LRScheduler")
 ADAM_SWITCHES = (TORCH_ADAM_PARAM, ADAM_W_MODE, "fp32_optimizer_states")  # DeepSpeed takes them before it builds one
@@ -44,7 +45,7 @@ def check_deepspeed_settings(settings: dict[str, Any]) -> None:
     """Raises `ConfigError` for what DeepSpeed would refuse; `settings` are complete, as for `deepspeed.initialize`."""
     with _quiet():
         _check_sections(settings)
-        _check_dtypes(settings)
+        _check_scalars(settings)
         optimizer = _check_optimizer(settings)
         _check_scheduler(settings, optimizer)
 
@@ -112,8 +113,11 @@ def reason(error: Exception) -> str:
     return " ".join(str(error).split())[:300] or type(error).__name__
 
 
-def _check_dtypes(settings: dict[str, Any]) -> None:
-    """DeepSpeed reads these only while it builds the engine."""
+def _check_scalars(settings: dict[str, Any]) -> None:
+    """DeepSpeed reads these only while it builds the engine, or later."""
+    every = settings.get("steps_per_print", 1)
+    if isinstance(every, bool) or not isinstance(every, int | None) or every == 0:
+        raise ConfigError("steps_per_print", f"is {show(every)}; it must be a whole number other than 0, or null")
     for name in ("grad_accum_dtype", "param_dtype", "buffer_dtype"):
         value = settings.get("data_types", {}).get(name)
         legal = [each.name for each in DtypeEnum]
@@ -130,7 +134,7 @@ def _check_optimizer(settings: dict[str, Any]) -> optim.Optimizer:
     if not section or "type" not in section:
         legal = 'a DeepSpeed optimizer section, such as {"type": "AdamW", "params": {"lr": 0.001}}'
         raise ConfigError("optimizer", f"is {show(section)}; it must be {legal}")
-    written, parameters = section["type"], section.get("params", {})
+    written, parameters = section["type"], section["params"]
     name = written.lower()
     if name not in DEEPSPEED_OPTIMIZERS and written not in TORCH_OPTIMIZERS:
         legal = f"one of {', '.join(DEEPSPEED_OPTIMIZERS)}, or a class of torch.optim: {', '.join(TORCH_OPTIMIZERS)}"
@@ -176,7 +180,7 @@ def _check_scheduler(settings: dict[str, Any], optimizer: optim.Optimizer) -> No
     section = settings.get("scheduler", {})
     if "type" not in section:
         return
-    name, parameters = section["type"], section.get("params", {})
+    name, parameters = section["type"], section["params"]
     names = (*lr_schedules.VALID_LR_SCHEDULES, *TORCH_SCHEDULERS)
     if name not in names:
         legal = f"one of {', '.join(lr_schedules.VALID_LR_SCHEDULES)}, or a class of torch.optim.lr_scheduler"
