@@ -13,11 +13,12 @@ if TYPE_CHECKING:
     from mode.config.section import ConfigError
     from mode.config.settings import DepthConfig, ExpertsConfig, ModeConfig
     from mode.depth.layer import DepthRouted
-    from mode.engine import initialize, load_universal
+    from mode.engine import initialize
     from mode.moe.deepspeed import MoE
     from mode.records import auxiliary_loss, collect_routing
     from mode.steps import after_step
     from mode.transformer.model import ModeOutput, ModeTransformer
+    from mode.universal import load_universal
 
 __version__ = "0.1.0"
 
@@ -28,7 +29,7 @@ _HOMES = {
     "auxiliary_loss": "mode.records",
     "after_step": "mode.steps",
     "initialize": "mode.engine",
-    "load_universal": "mode.engine",
+    "load_universal": "mode.universal",
     "ModeTransformer": "mode.transformer.model",
     "ModeOutput": "mode.transformer.model",
     "ModeConfig": "mode.config.settings",

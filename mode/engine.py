@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import deepspeed
-import torch
+import hjson
+from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 from mode.config.section import ConfigError
-from mode.moe.deepspeed import MoE, by_mode_initialize, clip_gradients
+from mode.moe.deepspeed import MoE, by_mode_initialize, clip_gradients, place
+from mode.training.safety.refusals import refuse_what_is_wrong
 
 
 def initialize(model: nn.Module, config: dict[str, Any] | str | Path, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
@@ -20,12 +23,18 @@ def initialize(model: nn.Module, config: dict[str, Any] | str | Path, **kwargs: 
     `config` is DeepSpeed's, a dictionary or a JSON file. Beside what DeepSpeed does, settings under which it computes
     something else are refused, and at ZeRO stage 0 gradients are clipped by the norm of the whole model.
     """
+    settings = config if isinstance(config, dict) else hjson.loads(Path(config).read_text())
+    rank, world_size = place()
+    unchecked = refuse_what_is_wrong(settings, world_size, on_cpu=get_accelerator().device_name() == "cpu")
+    if unchecked and rank == 0:
+        warnings.warn(f"not checked with mode, so compare a short run: {', '.join(unchecked)}", stacklevel=2)
     kwargs.setdefault("model_parameters", [p for p in model.parameters() if p.requires_grad])
-    config = str(config) if isinstance(config, Path) else config
     with by_mode_initialize():
-        engine, optimizer, loader, scheduler = deepspeed.initialize(model=model, config=config, **kwargs)
+        engine, optimizer, loader, scheduler = deepspeed.initialize(model=model, config=settings, **kwargs)
     if engine.zero_optimization_stage() == 0:
         _clip_at_stage_0(engine)
+    if engine.load_universal_checkpoint():
+        engine.load_checkpoint = _refuse_to_load
     return engine, optimizer, loader, scheduler
 
 
@@ -46,21 +55,9 @@ def _clip(engine: Any) -> None:
     engine._global_grad_norm = clip_gradients(engine.module, engine.gradient_clipping())
 
 
-def load_universal(engine: Any, folder: str | Path) -> dict[str, Any]:
-    """Restores the engine from a universal checkpoint, made by DeepSpeed's `ds_to_universal`; returns the client state.
-
-    The engine's configuration must have `"checkpoint": {"load_universal": true}`.
-    """
-    folder = Path(folder)
-    path, state = engine.load_checkpoint(str(folder.parent), tag=folder.name)
-    if path is None:
-        raise ConfigError("checkpoint", f"{folder} holds no universal checkpoint that DeepSpeed can load")
-    separate_optimizer_steps(engine)
-    return dict(state)
-
-
-def separate_optimizer_steps(engine: Any) -> None:
-    """DeepSpeed gives all parts of a stage-3 optimizer one and the same step tensor, which each would then count up."""
-    for values in engine.optimizer.optimizer.state.values():
-        if isinstance(values.get("step"), torch.Tensor):
-            values["step"] = values["step"].clone()
+def _refuse_to_load(*_: Any, **__: Any) -> NoReturn:
+    raise ConfigError(
+        "checkpoint.load_universal",
+        "is true, but DeepSpeed's own load restores no selection bias and at ZeRO stage 3 a wrong optimizer step; call "
+        "mode.load_universal(engine, folder) instead of engine.load_checkpoint",
+    )

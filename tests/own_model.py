@@ -35,14 +35,13 @@ class OwnBlock(nn.Module):
 class OwnModel(nn.Module):
     """A GPT of somebody's own: the second block is depth-routed."""
 
-    def __init__(self, **experts: Any) -> None:
+    def __init__(self, warmup_steps: int = 0, **experts: Any) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
         routed = OwnBlock(1, **experts)
-        self.blocks = nn.ModuleList(
-            [OwnBlock(0, **experts), mode.DepthRouted(routed, WIDTH, 0.5, per_token={"positions": 1}, layer=1)]
-        )
+        depth: dict[str, Any] = {"per_token": {"positions": 1}, "layer": 1, "warmup_steps": warmup_steps}
+        self.blocks = nn.ModuleList([OwnBlock(0, **experts), mode.DepthRouted(routed, WIDTH, 0.5, **depth)])
         self.head = nn.Linear(WIDTH, VOCABULARY)
 
     def forward(self, ids: Tensor) -> Tensor:

@@ -126,7 +126,7 @@ class MoE(LocalMoE, AutoEPMoELayer):
     def _build_experts(
         self, expert: nn.Module | None, initial: Initial, output_scale: float, *_: Any, **__: Any
     ) -> StackedExperts | ModuleExperts:
-        rank, world_size = _place()
+        rank, world_size = place()
         ep_size = self.config.ep_size
         if world_size % ep_size:
             raise ConfigError("ep_size", f"is {ep_size}, which does not divide the {world_size} ranks; use a divisor")
@@ -211,7 +211,7 @@ class MoE(LocalMoE, AutoEPMoELayer):
             )
 
 
-def _place() -> tuple[int, int]:
+def place() -> tuple[int, int]:
     """(rank, number of ranks), from the launcher's variables where the process group does not exist yet."""
     if distributed.is_available() and distributed.is_initialized():
         return distributed.get_rank(), distributed.get_world_size()
@@ -229,11 +229,13 @@ def refuse_what_this_engine_gets_wrong(layer: MoE) -> None:
             f"is {engine.gradient_clipping():g} at ZeRO stage 0 with ep_size={layer.ep_size}, where DeepSpeed clips by "
             "a wrong norm; call mode.initialize instead of deepspeed.initialize, use stage 1, or set it to 0",
         )
-    if engine.zero_optimization_stage() == 3 and engine.load_universal_checkpoint():
+    if engine.load_universal_checkpoint() and (engine.zero_optimization_stage() == 3 or layer.config.balance_bias):
+        at_3 = engine.zero_optimization_stage() == 3
+        lost = "a wrong optimizer step at ZeRO stage 3" if at_3 else "no selection bias"
         raise ConfigError(
             "checkpoint.load_universal",
-            "is true at ZeRO stage 3, where DeepSpeed restores a wrong optimizer step; call mode.initialize instead of "
-            "deepspeed.initialize, and mode.load_universal to load",
+            f"is true, but DeepSpeed restores {lost}; call mode.initialize instead of deepspeed.initialize, and "
+            "mode.load_universal to load",
         )
 
 

@@ -6,10 +6,8 @@ from typing import Any
 
 import pytest
 
-from mode.config.file import run_config_from_dict
 from mode.config.section import ConfigError
 from mode.training.safety.refusals import refuse_what_is_wrong
-from tests.launch import TINY
 
 BF16 = {"bf16": {"enabled": True}}
 FP32_SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}
@@ -18,8 +16,7 @@ FP32_SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}
 def refuse(settings: dict[str, Any], stage: int = 1, accumulation: int = 1, **zero: Any) -> list[str]:
     zero_settings = {"zero_optimization": {"stage": stage, **zero}}
     layout = {"train_batch_size": 4, "gradient_accumulation_steps": accumulation}
-    run = run_config_from_dict(TINY | layout | zero_settings | settings)
-    return refuse_what_is_wrong(run, world_size=1, on_cpu=True)
+    return refuse_what_is_wrong(layout | zero_settings | settings, world_size=1, on_cpu=True)
 
 
 @pytest.mark.parametrize(

@@ -18,15 +18,12 @@ from typing import Any
 import torch
 from torch import distributed
 
+from mode import universal
 from mode.config.file import RunConfig
 from mode.config.section import ConfigError
-from mode.engine import separate_optimizer_steps
-from mode.training.checkpoints.checkpoint import load_checkpoint
 from mode.training.checkpoints.consolidate import to_universal
-from mode.training.checkpoints.unpickling import load_file
+from mode.training.checkpoints.unpickling import weights_only
 from mode.training.loop.engine import device
-
-OF_THE_LAYOUT = ("params", "name", "moe", "param_group_type")  # entries of an optimizer group that must not move along
 
 
 def layout_of(run: RunConfig, world_size: int) -> dict[str, Any]:
@@ -85,9 +82,8 @@ def for_any_layout(
 
 def load_universal(engine: Any, copy: Path) -> dict[str, Any]:
     """Restores the engine from a universal checkpoint and returns the state that was saved with it."""
-    state = load_checkpoint(engine, copy)
-    separate_optimizer_steps(engine)
-    return state
+    with weights_only(copy):
+        return universal.load_universal(engine, copy)
 
 
 def describe(layout: dict[str, Any]) -> str:
@@ -97,40 +93,5 @@ def describe(layout: dict[str, Any]) -> str:
 def _convert(checkpoint: Path, folder: Path) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     to_universal(checkpoint, folder)
-    _complete(folder)
-
-
-def _complete(folder: Path) -> None:
-    """Makes a universal checkpoint of one ZeRO stage readable by the others.
-
-    Stages 1 and 2 and stage 3 look for the model's state under different names and for the optimizer's step and
-    hyperparameters in different places, and store tensors bare or in a dictionary; DeepSpeed writes only what the
-    stage it converts needs.
-    """
-    names = [folder / "mp_rank_00_model_states.pt", folder / "zero_pp_rank_0_mp_rank_00_model_states.pt"]
-    source = next(path for path in names if path.exists())
-    for path in names:
-        if not path.exists():
-            shutil.copyfile(source, path)
-    path = folder / "zero" / "optimizer_state.pt"
-    state = load_file(path)
-    groups = [
-        {name: value for name, value in group.items() if name not in OF_THE_LAYOUT} for group in state["param_groups"]
-    ]
-    step = _step(folder, state)
-    state.setdefault("ds_version", load_file(source)["ds_version"])
-    state["param_groups"] = groups
-    state["optimizer_state_dict"] = {"state": {0: {"step": step}}, "param_groups": groups}
-    torch.save(state, path)
-    for path in (folder / "zero").glob("*/*.pt"):
-        values = load_file(path)
-        if isinstance(values, torch.Tensor) and path.stem != "step":
-            torch.save({"param": values}, path)
-    for path in (folder / "zero").glob("*/exp_avg.pt"):
-        torch.save(step, path.with_name("step.pt"))
-
-
-def _step(folder: Path, state: dict[str, Any]) -> Any:
-    """How often the optimizer has stepped, from wherever it was saved."""
-    saved = next((folder / "zero").glob("*/step.pt"), None)
-    return state["optimizer_state_dict"]["state"][0]["step"] if saved is None else load_file(saved)
+    with weights_only(folder):
+        universal.complete(folder)

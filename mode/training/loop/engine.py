@@ -34,7 +34,6 @@ from mode.local_ranks import free_port
 from mode.moe.deepspeed import MoE
 from mode.moe.experts import PREFERENCE, choose_backend
 from mode.training.safety.deepspeed_check import check_deepspeed_settings, reason
-from mode.training.safety.refusals import refuse_what_is_wrong
 from mode.training.safety.watchdog import Watchdog, lost_a_rank
 from mode.transformer.model import ModeTransformer
 
@@ -167,11 +166,6 @@ def _check_memory(config: ModeConfig, ep_size: int) -> None:
 
 def build_engine(run: RunConfig, model: ModeTransformer, world_size: int, universal: bool = False) -> Any:
     """The engine around `model`, on this rank's device; `universal`: to load a checkpoint of another layout."""
-    unchecked = refuse_what_is_wrong(run, world_size, on_cpu=get_accelerator().device_name() == "cpu")
-    if unchecked and distributed.get_rank() == 0:
-        print(
-            f"warning: not checked with this package, so compare a short run: {', '.join(unchecked)}", file=sys.stderr
-        )
     settings = engine_settings(run, world_size)
     if universal:
         settings["checkpoint"] = {**settings.get("checkpoint", {}), "load_universal": True}

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from mode.config.file import RunConfig
 from mode.config.section import ConfigError
 
 
@@ -34,9 +33,22 @@ class Refusal:
     reason: str  # what goes wrong, and what to use instead
 
 
+def _section(settings: dict[str, Any], name: str) -> dict[str, Any]:
+    return settings.get(name) or {}
+
+
+def _accumulation(deepspeed: dict[str, Any], world_size: int) -> int:
+    """Micro-batches per step, as DeepSpeed works them out."""
+    names = ("gradient_accumulation_steps", "train_batch_size", "train_micro_batch_size_per_gpu")
+    steps, batch, micro = (deepspeed.get(name) for name in names)
+    if isinstance(steps, int):
+        return steps
+    return batch // (micro * world_size) if isinstance(batch, int) and isinstance(micro, int) else 1
+
+
 def _fp32_accumulation_is_wrong(s: Situation) -> bool:
-    asked = s.deepspeed.get("data_types", {}).get("grad_accum_dtype") == "fp32"
-    immediate = s.deepspeed.get("bf16", {}).get("immediate_grad_update", False)
+    asked = _section(s.deepspeed, "data_types").get("grad_accum_dtype") == "fp32"
+    immediate = _section(s.deepspeed, "bf16").get("immediate_grad_update", False)
     return s.precision == "bf16" and s.stage == 1 and s.accumulation > 1 and asked and not immediate
 
 
@@ -70,7 +82,7 @@ REFUSALS = (
     ),
     Refusal(
         "zero_optimization.offload_optimizer",
-        lambda s: s.on_cpu and s.zero.get("offload_optimizer", {}).get("device", "none") != "none",
+        lambda s: s.on_cpu and _section(s.zero, "offload_optimizer").get("device", "none") != "none",
         "is set on a CPU, where it saves nothing and its gradients are wrong with accumulation; leave it out",
     ),
     Refusal(
@@ -99,11 +111,16 @@ CHECKED = {
 }
 
 
-def refuse_what_is_wrong(run: RunConfig, world_size: int, on_cpu: bool) -> list[str]:
-    """Raises for a setting known to be wrong; returns the settings of zero_optimization nobody has checked."""
-    zero = run.deepspeed.get("zero_optimization", {})
-    _, accumulation = run.engine.batch_layout(world_size)
-    situation = Situation(zero, run.deepspeed, run.engine.zero_stage, accumulation, run.engine.precision, on_cpu)
+def refuse_what_is_wrong(deepspeed: dict[str, Any], world_size: int, on_cpu: bool) -> list[str]:
+    """Raises for a setting known to be wrong; returns the settings of zero_optimization nobody has checked.
+
+    `deepspeed` is DeepSpeed's configuration. What DeepSpeed itself refuses is left to it.
+    """
+    zero = deepspeed.get("zero_optimization") or {}
+    halves = {"bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16"}
+    precision = next((half for name, half in halves.items() if _section(deepspeed, name).get("enabled")), "fp32")
+    accumulation = _accumulation(deepspeed, world_size)
+    situation = Situation(zero, deepspeed, zero.get("stage", 0), accumulation, precision, on_cpu)
     for refusal in REFUSALS:
         if refusal.applies(situation):
             raise ConfigError(refusal.path, f"{refusal.reason} (seen with DeepSpeed 0.19.8)")
