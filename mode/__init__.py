@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mode.config import DepthConfig, ExpertsConfig, ModeConfig
     from mode.config_file import load_config
+    from mode.costs import routing_costs
     from mode.depth.layer import DepthRouted
     from mode.engine import initialize
     from mode.moe.deepspeed import MoE
@@ -28,6 +29,7 @@ _HOMES = {
     "collect_routing": "mode.records",
     "auxiliary_loss": "mode.records",
     "after_step": "mode.steps",
+    "routing_costs": "mode.costs",
     "initialize": "mode.engine",
     "load_universal": "mode.universal",
     "ModeTransformer": "mode.transformer.model",
@@ -53,6 +55,7 @@ __all__ = [
     "initialize",
     "load_config",
     "load_universal",
+    "routing_costs",
 ]
 
 
