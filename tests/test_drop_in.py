@@ -117,11 +117,11 @@ def compare_with_deepspeeds(k: int, ep_size: int) -> dict[str, Any]:
         output.square().sum().backward()
     gradients = [ours.router.scorer.weight.grad, theirs.deepspeed_moe.gate.wg.weight.grad]
     return {
-        "output": float((out - their_out).abs().max()),
-        "size": float(their_out.abs().max()),
+        "output": float((out - their_out).detach().abs().max()),
+        "size": float(their_out.detach().abs().max()),
         "input": float((inputs[0].grad - inputs[1].grad).abs().max()),
         "router": float((gradients[0] - gradients[1]).abs().max()),
-        "l_aux": (float(l_aux), float(their_l_aux)),
+        "l_aux": (l_aux.item(), their_l_aux.item()),
         "counts": (counts.tolist(), their_counts.tolist()),
     }
 
