@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from mode.config.file import load_config
     from mode.config.section import ConfigError
     from mode.config.settings import DepthConfig, ExpertsConfig, ModeConfig
+    from mode.costs import routing_costs
     from mode.depth.layer import DepthRouted
     from mode.engine import initialize
     from mode.moe.deepspeed import MoE
@@ -28,6 +29,7 @@ _HOMES = {
     "collect_routing": "mode.records",
     "auxiliary_loss": "mode.records",
     "after_step": "mode.steps",
+    "routing_costs": "mode.costs",
     "initialize": "mode.engine",
     "load_universal": "mode.universal",
     "ModeTransformer": "mode.transformer.model",
@@ -53,6 +55,7 @@ __all__ = [
     "initialize",
     "load_config",
     "load_universal",
+    "routing_costs",
 ]
 
 

@@ -178,6 +178,8 @@ class RoutingRecords(Sequence[LayerRecord]):
 
 
 _collecting: ContextVar[tuple[RoutingRecords, ...]] = ContextVar("mode_collecting", default=())
+# Where the classes are that wrap a model, and what they call it. A user's own attribute `module` is no wrapper.
+WRAPPERS = {"deepspeed.": "module", "torch.nn.parallel.": "module", "torch._dynamo.": "_orig_mod"}
 _present: ContextVar[Tensor | None] = ContextVar("mode_present", default=None)
 # With the number of the backward pass, so that nothing is left over for the next one.
 _present_in_backward: ContextVar[tuple[int, Tensor] | None] = ContextVar("mode_present_in_backward", default=None)
@@ -240,9 +242,12 @@ def collect_routing(model: nn.Module) -> Iterator[RoutingRecords]:
 
 
 def inner_model(model: nn.Module) -> nn.Module:
-    """The user's own module inside DeepSpeed's engine or another wrapper that calls it `module`."""
-    inner = getattr(model, "module", None)
-    return inner_model(inner) if isinstance(inner, nn.Module) else model
+    """The user's own module inside DeepSpeed's engine, torch's DistributedDataParallel or torch.compile's module."""
+    for home, name in WRAPPERS.items():
+        inner = getattr(model, name, None)
+        if isinstance(inner, nn.Module) and any(each.__module__.startswith(home) for each in type(model).__mro__):
+            return inner_model(inner)
+    return model
 
 
 def is_recomputed() -> bool:
@@ -284,11 +289,13 @@ def auxiliary_loss(records: RoutingRecords) -> Tensor:
             "model that holds the MoE and DepthRouted layers"
         )
     terms = [weighted_sum(record.losses, record.weights, record.routing.device) for record in records]
-    total = torch.stack([term.to(terms[0].device) for term in terms]).sum()
-    if any(record.losses for record in records) and torch.is_grad_enabled() and not total.requires_grad:
-        raise ValueError(
-            "the auxiliary losses carry no gradient, as under reentrant activation checkpointing; use "
-            "torch.utils.checkpoint with use_reentrant=False (Hugging Face: "
-            'gradient_checkpointing_kwargs={"use_reentrant": False})'
-        )
-    return total
+    for record, term in zip(records, terms, strict=True):
+        router = record.layer.get_submodule("router")
+        learns = any(parameter.requires_grad for parameter in router.parameters())
+        if record.losses and learns and torch.is_grad_enabled() and not term.requires_grad:
+            raise ValueError(
+                f"the auxiliary losses of {record.name or 'the layer'} carry no gradient, as under reentrant "
+                "activation checkpointing; use torch.utils.checkpoint with use_reentrant=False (Hugging Face: "
+                'gradient_checkpointing_kwargs={"use_reentrant": False})'
+            )
+    return torch.stack([term.to(terms[0].device) for term in terms]).sum()

@@ -22,28 +22,35 @@ def after_step(model: nn.Module, records: RoutingRecords | Iterable[RoutingRecor
     """
     passes = [records] if isinstance(records, RoutingRecords) else list(records)
     found = [record for each in passes for record in each]
-    modules = dict(inner_model(model).named_modules())
+    modules = list(inner_model(model).modules())
     _move_biases(modules, found)
-    for module in modules.values():
+    for module in modules:
         if isinstance(module, DepthRouted):
             module.advance_warmup()
 
 
-def _move_biases(modules: dict[str, nn.Module], records: list[LayerRecord]) -> None:
-    layers: dict[str, ExpertRouter] = {}
-    counts: dict[str, Tensor] = {}
-    for name, module in modules.items():
-        router = getattr(module, "router", None)
-        if isinstance(router, ExpertRouter) and router.bias_J is not None:
-            layers[name], counts[name] = router, torch.zeros_like(router.bias_J, dtype=torch.float64)
-    if not layers:
+def _move_biases(modules: list[nn.Module], records: list[LayerRecord]) -> None:
+    counts: dict[ExpertRouter, Tensor] = {
+        module: torch.zeros_like(module.bias_J, dtype=torch.float64)
+        for module in modules
+        if isinstance(module, ExpertRouter) and module.bias_J is not None
+    }
+    if not counts:
         return
+    known = 0
     for record in records:
-        if record.name in layers and isinstance(record.routing, ExpertRouting):
-            counts[record.name] += record.routing.choice_counts_J()
+        router = getattr(record.layer, "router", None)
+        if isinstance(record.routing, ExpertRouting) and router in counts:
+            counts[router] += record.routing.choice_counts_J()
+            known += 1
+    if not known:
+        raise ValueError(
+            "the records hold no choice of this model's layers, so its selection biases cannot move; collect them from "
+            "the same model: `with mode.collect_routing(model) as records`"
+        )
     together = torch.cat(list(counts.values()))
     if distributed.is_available() and distributed.is_initialized():
         distributed.all_reduce(together)
     parts = together.split([len(each) for each in counts.values()])
-    for router, counts_J in zip(layers.values(), parts, strict=True):
+    for router, counts_J in zip(counts, parts, strict=True):
         router.move_bias(counts_J)

@@ -15,6 +15,7 @@ from torch import Tensor, distributed
 from mode import accounting
 from mode.accounting import BlockCounts
 from mode.config.settings import ExpertsConfig
+from mode.costs import routing_costs
 from mode.local_ranks import run_on_ranks
 from mode.moe.deepspeed import MoE
 from mode.moe.layer import LocalMoE
@@ -132,6 +133,7 @@ def count_bytes(no_op_bias: float) -> dict[str, Any]:
         "sent": sent,
         "processed": counts.processed,
         "accounting": accounting.all_to_all_bytes(config, counts, element_size=4),
+        "costs": routing_costs(records)[0].all_to_all_bytes,
         "answered": received * WIDTH * 4,
         "number": accounting.all_to_alls_per_block(config),
     }
@@ -190,7 +192,7 @@ def test_experts_on_several_ranks_match_one_rank_in_outputs_and_gradients(ranks:
 def test_an_all_to_all_sends_real_choices_and_nothing_else(ranks: Any, bias: float) -> None:
     for found in ranks:
         figures = found["bytes"][bias]
-        assert figures["processed"] * WIDTH * 4 == figures["accounting"]
+        assert figures["processed"] * WIDTH * 4 == figures["accounting"] == figures["costs"]
         out, back = figures["accounting"], figures["answered"]
         # dispatch, combine, then their gradients in reverse: what went out comes back, and the other way round
         assert figures["sent"] == [out, back, out, back] and len(figures["sent"]) == figures["number"]

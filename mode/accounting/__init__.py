@@ -4,7 +4,7 @@ All of it follows from a `ModeConfig` and one `BlockCounts` per block. The count
 (`expected_counts`, before a machine is booked) or counted from the routes a batch really took; every
 formula takes both alike. Imports go one way:
 
-    counts <- parameters <- flops | memory (with states); counts <- communication
+    counts <- parameters <- flops | memory (with states); counts <- communication; flops <- layers
 
 Letters in comments: B rows, L tokens per row, S slots per row, T tokens, D width, F feed-forward width,
 N query heads, G key/value heads, H head width, V vocabulary, E experts, Z no-ops, J = E + Z, K choices
@@ -40,6 +40,7 @@ from mode.accounting.flops import (
     run_flops,
     step_flops,
 )
+from mode.accounting.layers import LayerCosts, depth_layer_costs, expert_layer_costs
 from mode.accounting.memory import (
     CACHE_CHUNK,
     activation_bytes,
@@ -74,6 +75,7 @@ __all__ = [
     "ELEMENT_SIZE",
     "FP32",
     "Flops",
+    "LayerCosts",
     "RankMemory",
     "ZeroSettings",
     "activation_bytes",
@@ -90,9 +92,11 @@ __all__ = [
     "cache_bytes_saved",
     "cache_slots",
     "depth_capacity",
+    "depth_layer_costs",
     "expected_block_counts",
     "expected_counts",
     "expert_capacity",
+    "expert_layer_costs",
     "head_flops",
     "capacity_fraction_at",
     "leaving_bytes",

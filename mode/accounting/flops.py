@@ -44,9 +44,15 @@ class Flops:
         return Flops(self.forward + other.forward, self.backward + other.backward)
 
 
-def _product(forward: int) -> Flops:
+def product(forward: int) -> Flops:
     """A matrix product: backward is one more for the input and one for the weight."""
     return Flops(forward, 2 * forward)
+
+
+def predictor_flops(tokens: int, width: int, predictor_width: int) -> Flops:
+    """The predictor stands behind a stop-gradient, so its first layer has no gradient to its input."""
+    first = 2 * tokens * width * predictor_width
+    return Flops(first, first) + product(2 * tokens * predictor_width)
 
 
 def block_flops_by_part(config: ModeConfig, layer: int, counts: BlockCounts) -> dict[str, Flops]:
@@ -54,7 +60,6 @@ def block_flops_by_part(config: ModeConfig, layer: int, counts: BlockCounts) -> 
 
     Attention scores are counted as the full S x S square, as FlopCounterMode counts them; a causal
     kernel may do half. Their backward is 2.5 times forward: flash-style kernels compute the scores again.
-    The predictor stands behind a stop-gradient, so its first layer has no gradient to its input.
     With expert parallelism `experts` is the work this batch causes, on whichever rank it is done.
     """
     check_conserved(config, layer, counts)
@@ -63,21 +68,20 @@ def block_flops_by_part(config: ModeConfig, layer: int, counts: BlockCounts) -> 
     parameters = block_parameters(config, layer)
     parts: dict[str, Flops] = {}
     if "depth_router" in parameters:
-        parts["depth_router"] = _product(2 * batch * model.width)
+        parts["depth_router"] = product(2 * batch * model.width)
     if depth is not None and "predictor" in parameters:
         assert depth.predictor is not None
-        first, second = 2 * batch * model.width * depth.predictor.width, 2 * batch * depth.predictor.width
-        parts["predictor"] = Flops(first, first) + _product(second)
-    parts["attention_projections"] = _product(2 * slots * parameters["attention"])
+        parts["predictor"] = predictor_flops(batch, model.width, depth.predictor.width)
+    parts["attention_projections"] = product(2 * slots * parameters["attention"])
     square = 2 * slots * counts.slots * model.num_heads * model.head_width
     parts["attention_scores"] = Flops(2 * square, 5 * square)
     if experts is None:
-        parts["feed_forward"] = _product(2 * tokens * parameters["feed_forward"])
+        parts["feed_forward"] = product(2 * tokens * parameters["feed_forward"])
         return parts
-    parts["expert_router"] = _product(2 * tokens * parameters["expert_router"])
-    parts["experts"] = _product(2 * counts.processed * one_expert_parameters(config))
+    parts["expert_router"] = product(2 * tokens * parameters["expert_router"])
+    parts["experts"] = product(2 * counts.processed * one_expert_parameters(config))
     if experts.num_shared:
-        parts["shared_experts"] = _product(2 * tokens * parameters["shared_experts"])
+        parts["shared_experts"] = product(2 * tokens * parameters["shared_experts"])
     return parts
 
 
@@ -86,7 +90,7 @@ def block_flops(config: ModeConfig, layer: int, counts: BlockCounts) -> Flops:
 
 
 def head_flops(config: ModeConfig, rows: int, length: int) -> Flops:
-    return _product(2 * rows * length * config.model.width * config.model.vocab_size)
+    return product(2 * rows * length * config.model.width * config.model.vocab_size)
 
 
 def model_flops_by_part(config: ModeConfig, counts: Sequence[BlockCounts]) -> dict[str, Flops]:

@@ -33,7 +33,7 @@ class DepthLayer(nn.Module):
 
     def __init__(self, config: DepthConfig, width: int, seed: int, layer: int) -> None:
         super().__init__()
-        self.depth_config = config
+        self.depth_config, self.width = config, width
         self.router = build_depth_router(config, width, seed, layer)
         self.depth_loss_weights = depth_loss_weights(config)
 

@@ -47,7 +47,7 @@ class StackedExperts(nn.Module):
         mark: Mark | None = None,
     ) -> None:
         super().__init__()
-        self.first = first
+        self.first, self.widths = first, (width, hidden_width)
         self.w1 = nn.Parameter(torch.empty(num_local, hidden_width, width))
         self.w2 = nn.Parameter(torch.empty(num_local, width, hidden_width))
         self.w3 = nn.Parameter(torch.empty(num_local, hidden_width, width))
@@ -57,6 +57,11 @@ class StackedExperts(nn.Module):
                 initial.part(name).part(first + local).fill(weight, scale)
             if mark is not None:
                 mark(parameter)
+
+    @property
+    def num_matrix_weights(self) -> int:
+        """Numbers in the matrices of one expert."""
+        return 3 * self.widths[0] * self.widths[1]
 
     def forward(self, x_TD: Tensor, routing: ExpertRouting) -> Tensor:
         """[T, D]: the sum of each token's processed choices, each times its gate."""
@@ -126,6 +131,11 @@ class ModuleExperts(nn.Module):
             if mark is not None:
                 mark(parameter)
         self.template = [_without_weights(expert)]  # in a list: its parameters are not ours
+
+    @property
+    def num_matrix_weights(self) -> int:
+        """Numbers in the matrices of one expert."""
+        return sum(shape.numel() for shape in self.shapes.values() if len(shape) > 1)
 
     @torch.compiler.disable  # the experts' numbers of rows are new in every pass: it would be compiled again and again
     def forward(self, x_TD: Tensor, routing: ExpertRouting) -> Tensor:
