@@ -25,7 +25,7 @@ from torch.distributed import DistError
 
 from mode.training.safety.stops import EXIT_WATCHDOG
 
-PACKAGE = Path(__file__).parent.parent  # `mode`
+PACKAGE = Path(__file__).parents[2]  # `mode`
 COLLECTIVES = os.path.join("torch", "distributed", "distributed_c10d.py")
 EARLIER = "wait for a collective started earlier"
 TICKS = 20  # looks per limit: a stall is noticed at most a twentieth of the limit late
