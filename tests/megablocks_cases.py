@@ -92,13 +92,13 @@ def all_tokens_to_one_expert() -> None:
 
 def no_ops() -> None:
     layer = make_layer(num_no_ops=2, no_op_fraction=0.5)
-    assert type(layer.dispatcher) is LocalDispatcher
+    assert type(layer.experts.dispatcher) is LocalDispatcher
     assert compare(layer, tokens(13)).num_no_op() > 0
 
 
 def a_capacity() -> None:
     layer = make_layer(capacity_factor=0.5)
-    assert type(layer.dispatcher) is LocalDispatcher
+    assert type(layer.experts.dispatcher) is LocalDispatcher
     assert compare(layer, tokens(13)).num_dropped() > 0
 
 
@@ -121,8 +121,8 @@ def a_strided_input() -> None:
 
 def the_permutation() -> None:
     layer, x_TD = make_layer(), tokens(13)
-    _, routing = layer.router(x_TD)
-    actual, expected = layer.dispatcher.dispatch(x_TD, routing), LocalDispatcher().sort(x_TD, routing)
+    routing = layer.router(x_TD, (1, len(x_TD)))
+    actual, expected = layer.experts.dispatcher.dispatch(x_TD, routing), LocalDispatcher().sort(x_TD, routing)
     assert isinstance(actual, Permuted)
     top_k = routing.choices_TK.shape[1]
     pairs = {
